@@ -1,0 +1,266 @@
+"""The model: one layer, then all of them, in one forward for any number of tokens at any position.
+
+What it computes
+    embed -> C equal streams -> per layer [Engram] -> attention sub-layer -> FFN sub-layer -> collapse -> norm -> head
+    A sub-layer: mixes of the streams; collapse with the pre vector of the PREVIOUS sub-layer; norm; attention or MoE;
+    expand with its own post and comb (hyper_connections.py).
+Interface
+    model = inference.load(path)          see checkpoint.py
+    cache = model.new_cache(batch_size)
+    out = model(input_ids, cache)         out.logits [B, S, V] float32; the cache advances by S
+Names
+    Parameters and submodules are called as in the checkpoint: model.layers[2].attn.indexer.wq_b.weight.
+Mirrors
+    official: classes `Block` and `Transformer`; tech report: architecture overview.
+Tests
+    tests/test_model.py, tests/test_decode.py, tests/test_verify.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from inference import dspark
+from inference.attention import Attention
+from inference.cache import Cache, Pending
+from inference.config import Config, LayerPlan, TextConfig, layer_plan
+from inference.context import DEFAULT_MEMORY_BUDGET, Context, Shared
+from inference.engram import Engram, NgramHash
+from inference.hyper_connections import collapse, compute_mixes, expand, first_pre
+from inference.image_processor import TEXT, ImageInput, span_embeddings, validate_token_types
+from inference.layers import Embedding, Linear, RMSNorm, empty_parameter
+from inference.moe import MoE
+from inference.numerics import Numerics
+from inference.vision import Aligner, VisionTower
+
+Observer = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: Tensor  # [B, S, V] float32 ([B, 1, V] with last_only: the last real token of every row)
+    main_hidden: Tensor | None  # [B, S, targets * D], draft conditioning; None without draft stages
+    pending: Pending  # what the call adds to the cache; already committed unless commit=False
+
+
+class Layer(nn.Module):
+    """One backbone layer or draft stage."""
+
+    def __init__(self, config: TextConfig, plan: LayerPlan) -> None:
+        super().__init__()
+        self.config, self.plan = config, plan
+        copies, width, eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
+        self.engram = Engram(config, plan) if plan.engram_slot is not None else None
+        self.attn_norm = RMSNorm(width, eps)
+        self.attn = Attention(config, plan)
+        self.ffn_norm = RMSNorm(width, eps)
+        self.ffn = MoE(config, plan)
+        for kind in ("attn", "ffn"):
+            self.register_parameter(f"hc_{kind}_fn", empty_parameter(copies * (2 + copies), copies * width,
+                                                                     dtype=torch.float32))
+            self.register_parameter(f"hc_{kind}_base", empty_parameter(copies * (2 + copies), dtype=torch.float32))
+            self.register_parameter(f"hc_{kind}_scale", empty_parameter(3, dtype=torch.float32))
+        if plan.is_draft:
+            dspark.add_stage_parts(self, config, plan)
+
+    def sublayers(self, streams: Tensor, pre: Tensor, attention: Callable[[Tensor], Tensor], context: Context,
+                  ) -> tuple[Tensor, Tensor]:
+        """Attention and FFN with their hyper-connections.
+
+        streams [B, S, C, D], pre [B, S, C] from the sub-layer before -> new streams, pre for the sub-layer after.
+        """
+        name = self.plan.name
+        mixes = self._mixes("attn", streams, pre, context)
+        y = attention(self.attn_norm(collapse(streams, pre)))
+        streams = expand(streams, y, mixes)
+        context.record(f"{name}.mid", streams)
+        pre = mixes.pre_next
+        mixes = self._mixes("ffn", streams, pre, context)
+        y = self.ffn(self.ffn_norm(collapse(streams, pre)), context)
+        streams = expand(streams, y, mixes)
+        context.record(f"{name}.out", streams)
+        return streams, mixes.pre_next
+
+    def _mixes(self, kind: str, streams: Tensor, pre: Tensor, context: Context):
+        fn, base, scale = (getattr(self, f"hc_{kind}_{part}") for part in ("fn", "base", "scale"))
+        mixes = compute_mixes(streams, fn, base, scale, self.config)
+        for point, value in (("pre_used", pre), ("pre_next", mixes.pre_next), ("post", mixes.post),
+                             ("comb", mixes.comb)):
+            context.record(f"{self.plan.name}.hc_{kind}.{point}", value)
+        return mixes
+
+
+class Model(nn.Module):
+    """The text backbone, the draft stages and the vision tower of one checkpoint.
+
+    Built empty; `checkpoint.load` assigns the weights. folded_ids [V] int64 is needed when the configuration has Engram layers.
+    """
+
+    def __init__(self, config: Config, numerics: Numerics, folded_ids: Tensor | None = None) -> None:
+        super().__init__()
+        text = config.text_config
+        self.config, self.numerics = config, numerics
+        self.plan = layer_plan(text)
+        self.as_published_index_keys = False
+        self.memory_budget = DEFAULT_MEMORY_BUDGET
+        self.engram_hash = None
+        if text.engram_layer_ids:
+            if folded_ids is None:
+                raise ValueError("Building the model: the configuration has Engram layers, which need the folded ids of the "
+                                 "tokenizer. Pass folded_ids, or load with a tokenizer beside the checkpoint.")
+            self.engram_hash = NgramHash(text, folded_ids)
+        self.embed = Embedding(text.vocab_size, text.hidden_size)
+        backbone = self.plan[:text.num_hidden_layers]
+        self.layers = nn.ModuleList(Layer(text, plan) for plan in backbone)
+        self.norm = RMSNorm(text.hidden_size, text.rms_norm_eps)
+        self.head = Linear(text.hidden_size, text.vocab_size, float32=True)
+        self.mtp = nn.ModuleList(Layer(text, plan) for plan in self.plan[text.num_hidden_layers:])
+        if config.vision_config is not None:
+            self.vision = VisionTower(config.vision_config)
+            self.aligner = Aligner(config.vision_config, text.hidden_size)
+            for name in ("image_start", "image_end", "image_newline"):
+                self.register_parameter(name, empty_parameter(text.hidden_size))
+
+    def new_cache(self, batch_size: int = 1) -> Cache:
+        """Memory for `batch_size` sequences, on the device of the model, at position 0."""
+        return Cache(self.config, self.plan, batch_size, self.numerics.dtype, self.norm.weight.device)
+
+    def forward(self, input_ids: Tensor, cache: Cache, *, token_types: Tensor | None = None,
+                images: Sequence[Sequence[ImageInput]] | None = None, last_only: bool = False, commit: bool = True,
+                observe: Observer | None = None) -> Output:
+        """Run S more tokens of every sequence and advance the cache.
+
+        input_ids [B, S] int64; B is the cache's batch size. The call starts at the cache's position; S is any number from 1 on.
+        token_types [B, S] int64 and images: see image_processor.py; needed when the prompt has image spans.
+        last_only: logits of the last token alone. commit=False leaves the cache for `cache.commit(out.pending, counts)`.
+        Raises ValueError for ids outside the vocabulary, a wrong batch, or more tokens than max_position_embeddings.
+        """
+        self._check(input_ids, cache)
+        batch, tokens = input_ids.shape
+        text = self.config.text_config
+        starts = torch.tensor(cache.lengths, device=input_ids.device)
+        image_mask = self._image_mask(input_ids, token_types, images)
+        context = Context(
+            self.numerics, positions=starts[:, None] + torch.arange(tokens, device=input_ids.device),
+            starts=cache.lengths, counts=(tokens,) * batch, image_mask=image_mask, observe=observe,
+            as_published_index_keys=self.as_published_index_keys, memory_budget=self.memory_budget)
+        context.record("ids", input_ids)
+        if image_mask is not None:
+            context.record("image_mask", image_mask)
+
+        embedded = self._embed(input_ids, images, context)
+        context.record("embed", embedded)
+        folded, hash_ids = None, {}
+        if self.engram_hash is not None:
+            folded = self.engram_hash.fold(input_ids, image_mask)
+            history = cache.engram_look_back()
+            hash_ids = {plan.layer_id: self.engram_hash.hash_ids(folded, history, plan.engram_slot)
+                        for plan in self.plan if plan.engram_slot is not None}
+
+        streams = embedded.unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
+        pre, shared = first_pre(streams), Shared(published=cache.published)
+        windows, tails, targets = {}, {}, []
+        for layer in self.layers:
+            layer_id = layer.plan.layer_id
+            context.record(f"{layer.plan.name}.in", streams)
+            if layer.plan.is_draft_target and self.mtp:
+                targets.append(dspark.conditioning(streams))
+            if layer.engram is not None:
+                streams = layer.engram(streams, hash_ids[layer_id], context)
+
+            def attention(x: Tensor) -> Tensor:
+                nonlocal shared
+                y, shared, windows[layer_id], groups = layer.attn(x, context, cache, shared)
+                if groups is not None and groups.tail is not None:
+                    tails[layer_id] = groups.tail
+                return y
+
+            streams, pre = layer.sublayers(streams, pre, attention, context)
+
+        context.record("head.pre", pre)
+        if last_only:
+            streams, pre = streams[:, -1:], pre[:, -1:]
+        hidden = collapse(streams, pre)
+        context.record("head.collapsed", hidden)
+        hidden = self.norm(hidden)
+        context.record("norm", hidden)
+        logits = self.head(hidden, self.numerics)
+        context.record("logits", logits)
+        main_hidden = None
+        if targets:
+            main_hidden = torch.cat(targets, dim=-1)
+            windows.update(dspark.context_rows(self.mtp, main_hidden, context))
+        pending = Pending(context.starts, context.counts, windows, tails, folded, shared.published)
+        if commit:
+            cache.commit(pending)
+        return Output(logits, main_hidden, pending)
+
+    def draft(self, anchor: Tensor, cache: Cache, choose: dspark.Choose | None = None,
+              observe: Observer | None = None) -> dspark.Draft:
+        """Propose dspark_block_size tokens after `anchor` [B] int64, the token that the next call would start with.
+
+        choose: logits [B, V] -> ids [B]; argmax by default. The cache is not changed.
+        """
+        if not self.mtp:
+            raise ValueError("Drafting: this checkpoint has no draft stages (num_nextn_predict_layers is 0).")
+        context = Context(self.numerics, positions=anchor.unsqueeze(1), starts=cache.lengths, counts=(1,) * len(anchor),
+                          observe=observe, memory_budget=self.memory_budget)
+        return dspark.draft(self.mtp, self.embed, self.head, anchor, cache, context, self.config.text_config,
+                            choose or (lambda logits: logits.argmax(-1)))
+
+    def _check(self, input_ids: Tensor, cache: Cache) -> None:
+        text = self.config.text_config
+        if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
+            raise ValueError(f"Running the model: input_ids must be [B, S] int64 with S >= 1, got "
+                             f"{list(input_ids.shape)} {input_ids.dtype}.")
+        if input_ids.shape[0] != cache.batch_size:
+            raise ValueError(f"Running the model: {input_ids.shape[0]} rows of ids for a cache of {cache.batch_size} "
+                             "sequences. Make the cache with model.new_cache(batch_size).")
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= text.vocab_size:
+            raise ValueError(f"Running the model: token id {low if low < 0 else high} is outside the vocabulary "
+                             f"0..{text.vocab_size - 1}. Use the tokenizer of this checkpoint.")
+        end = max(cache.lengths) + input_ids.shape[1]
+        if end > text.max_position_embeddings:
+            raise ValueError(f"Running the model: {end} tokens, but max_position_embeddings is "
+                             f"{text.max_position_embeddings}. Shorten the prompt or the completion.")
+
+    def _image_mask(self, input_ids: Tensor, token_types: Tensor | None,
+                    images: Sequence[Sequence[ImageInput]] | None) -> Tensor | None:
+        """[B, S] bool of span positions, or None for text. Raises ValueError when ids, types and images disagree."""
+        if self.config.vision_config is None:
+            if token_types is not None or images is not None:
+                raise ValueError("Running the model: images were given, but the configuration has no vision_config.")
+            return None
+        batch = input_ids.shape[0]
+        images = [[]] * batch if images is None else images
+        if len(images) != batch:
+            raise ValueError(f"Running the model: images for {len(images)} sequences, ids for {batch}. Give one list of "
+                             "images per sequence, empty where there is none.")
+        if token_types is not None and token_types.shape != input_ids.shape:
+            raise ValueError(f"Running the model: token_types {list(token_types.shape)} for input_ids "
+                             f"{list(input_ids.shape)}; they must have one shape.")
+        for row in range(batch):
+            types = None if token_types is None else token_types[row].tolist()
+            validate_token_types(input_ids[row].tolist(), types, images[row], self.config.image_token_id)
+        return None if token_types is None or bool((token_types == TEXT).all()) else token_types != TEXT
+
+    def _embed(self, input_ids: Tensor, images: Sequence[Sequence[ImageInput]] | None, context: Context) -> Tensor:
+        """[B, S, D]: table rows, with the rows of every image span in place of its placeholders."""
+        embedded = self.embed(input_ids, self.numerics)
+        if context.image_mask is None:
+            return embedded
+        spans = [self.image_rows(image, context.observe) for row in images for image in row]
+        return embedded.masked_scatter(context.image_mask.unsqueeze(-1), torch.cat(spans))
+
+    def image_rows(self, image: ImageInput, observe: Observer | None = None) -> Tensor:
+        """Embeddings of one image span, delimiters included: [llm_rows * (llm_cols + 1) + 2, D]."""
+        patches = image.patches.to(self.norm.weight.device)
+        features = self.vision(patches, image.patch_rows, image.patch_cols, self.numerics, observe)
+        cells = self.aligner(features, image.patch_rows, image.patch_cols, self.numerics, observe)
+        delimiters = (part.to(cells.dtype) for part in (self.image_start, self.image_newline, self.image_end))
+        return span_embeddings(cells, image.llm_rows, image.llm_cols, *delimiters)

@@ -1,0 +1,1 @@
+"""What checks a model against the published one: oracles, tiny checkpoints, traces and their comparison."""
