@@ -67,15 +67,10 @@ class Attention(nn.Module):
         if self.indexer is not None:
             shared = self._select(x, q_latent, frequencies, context, cache, shared)
 
-        ring = cache.windows[self.plan.layer_id].rows
-        kv = torch.cat((ring, window_rows), dim=1)
-        indices = window_indices(context.positions, context.starts, ring.shape[1])
-        context.record(f"{self.name}.window_index", indices)
-        if self.plan.kv_source is not None:
-            kv, indices = _add_selected(kv, indices, shared.compressed[self.plan.kv_source],
-                                        shared.selections[self.plan.index_source])
+        kv, indices = self.visible_rows(window_rows, context, cache, shared)
         context.record(f"{self.name}.all_index", indices)
-        return self.attend(q, kv, indices, context.positions, frequencies, context), shared, window_rows, groups
+        out = self.attend(q, kv, indices, frequencies, context)
+        return self.project(out, context), shared, window_rows, groups
 
     def frequencies(self, device: torch.device) -> Tensor:
         """[R/2] float32, by layer kind."""
@@ -98,14 +93,22 @@ class Attention(nn.Module):
         context.record(f"{self.name}.kv", rows)
         return fake_quant_fp8(rows) if context.numerics.fake_quant else rows
 
-    def attend(self, q: Tensor, kv: Tensor, indices: Tensor, positions: Tensor, frequencies: Tensor,
-               context: Context) -> Tensor:
-        """q [B, S, H, K], kv [B, N, K], indices [B, S, k] -> [B, S, D]."""
+    def visible_rows(self, window_rows: Tensor, context: Context, cache: Cache, shared: Shared) -> tuple[Tensor, Tensor]:
+        """Rows that this call's queries may attend to, and for every query which: kv [B, N, K], indices [B, S, k]."""
+        ring = cache.windows[self.plan.layer_id].rows
+        kv = torch.cat((ring, window_rows), dim=1)
+        indices = window_indices(context.positions, context.starts, ring.shape[1])
+        if self.plan.kv_source is None:
+            return kv, indices
+        return _add_selected(kv, indices, shared.compressed[self.plan.kv_source], shared.selections[self.plan.index_source])
+
+    def attend(self, q: Tensor, kv: Tensor, indices: Tensor, frequencies: Tensor, context: Context) -> Tensor:
+        """q [B, S, H, K], kv [B, N, K], indices [B, S, k] -> head outputs [B, S, H, K], rotated back."""
         out = sparse_attn(q, kv, self.attn_sink, indices, self.config.head_dim**-0.5, context.memory_budget)
         context.record(f"{self.name}.out_rotated", out)
-        out = rotate(out, positions, frequencies, inverse=True)
+        out = rotate(out, context.positions, frequencies, inverse=True)
         context.record(f"{self.name}.out_unrotated", out)
-        return self.project(out, context)
+        return out
 
     def project(self, out: Tensor, context: Context) -> Tensor:
         """Head outputs [B, S, H, K] -> [B, S, D]: per group of consecutive heads through wo_a, then wo_b."""
@@ -126,11 +129,10 @@ class Attention(nn.Module):
         if context.numerics.fake_quant:
             rows = fake_quant_fp4_e4m3(rows)
         keys = self.indexer.keys(groups, frequencies, context)
-        if context.observe is not None:
-            finished = max(groups.counts)
-            context.record(f"{name}.latent", groups.latent[:, :finished])
-            context.record(f"{name}.kv", rows[:, :finished])
-            context.record(f"{self.name}.indexer.k", keys[:, :finished])
+        finished = max(groups.counts)
+        context.record(f"{name}.latent", groups.latent[:, :finished])
+        context.record(f"{name}.kv", rows[:, :finished])
+        context.record(f"{self.indexer.name}.k", keys[:, :finished])
         rows = cache.compressed[layer_id].stage(rows, groups.firsts, groups.counts)
         keys = cache.index_keys[layer_id].stage(keys, groups.firsts, groups.counts)
         if any(groups.counts):
@@ -140,7 +142,7 @@ class Attention(nn.Module):
     def _select(self, x: Tensor, q_latent: Tensor, frequencies: Tensor, context: Context, cache: Cache,
                 shared: Shared) -> Shared:
         """Score the source's index keys and publish this layer's selection (and candidate blocks)."""
-        plan, config, name = self.plan, self.config, f"{self.name}.indexer"
+        plan, config, name = self.plan, self.config, self.indexer.name
         keys = shared.index_keys[plan.kv_source]
         if context.as_published_index_keys:
             keys = _published_keys(keys, plan.kv_source, shared, cache)

@@ -1,27 +1,34 @@
 """Reading a checkpoint folder, strictly, and putting its weights into a model.
 
+    python -m inference.checkpoint DIR [--json] [--engram-dir DIR]      what is there, what is missing, memory per mode
+
 What it does
     1. `Checkpoint.open(folder)`: parses `model.safetensors.index.json` and the header of every shard (or one
-       `model.safetensors`), and checks files against the index and against their own sizes. Nothing is read but headers.
-    2. `plan_weights(model, checkpoint)`: matches stored tensors with the model's parameters, both ways. The format of every weight
-       is decided from its header: dtype, last dimension, companion scale and its shape. Never from a name or the config.
-    3. `load(folder)`: builds the model on the meta device, reads, checks scales for NaN, assigns.
+       `model.safetensors`), and checks files against the index and against their own sizes. Nothing is read but
+       headers.
+    2. `plan_weights(model, checkpoint)`: matches stored tensors with the model's parameters, both ways. The family
+       (families.py) gives the names. The format of every weight is decided from its header: dtype, shape, companions;
+       where config.json states a format as well, the two must agree.
+    3. `load(folder)`: builds the model on the meta device, reads, checks values, assigns.
     All problems of a step are collected and raised as one `ValueError`; a model is returned whole or not at all.
-Weights in memory
+Where the weights are
     "resident": dequantized to BF16 at load (float32 where the product is float32).
-    "packed":   kept as stored and decoded when used. Both give the same BF16 values, so outputs are bit-equal.
+    "packed":   in memory as stored, decoded when used.
+    "stream":   on disk, read and decoded when used (streaming.py); norms, router and biases are in memory.
+    All give the same BF16 values, so outputs are bit-equal.
 Mirrors
     official: the conversion and loading scripts of the official inference code (names are the checkpoint's, unchanged).
 Tests
-    tests/test_checkpoint.py
+    tests/test_checkpoint.py, tests/test_families.py, tests/test_streaming.py
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import math
-import struct
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,21 +36,20 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from inference.config import Config
-from inference.engram import Engram
+from inference.families import (COMPANIONS, PACKED_TAGS, SKIPPED, Family, detect_family, detect_format, table_spec,
+                                unsupported_table)
 from inference.layers import Embedding, Linear
 from inference.model import Model
 from inference.numerics import Numerics
 from inference.quant import FORMATS, PackedWeight
+from inference.shards import StoredTensor, read_header, unique_pairs
+from inference.streaming import DEFAULT_EXPERT_CACHE, Stream, StreamedWeight, weight_problems
 from inference.tokenizer import Tokenizer, check_class_count, fold_vocabulary
 
-DTYPES = {
-    "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "I8": torch.int8,
-    "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool, "U32": torch.uint32,
-}
-WEIGHT_MODES = ("resident", "packed")
+WEIGHT_MODES = ("resident", "packed", "stream")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+UNFINISHED = "conversion.inprogress.json"  # oMLX, and our converter: the export was interrupted
 
 
 class CheckpointError(ValueError):
@@ -57,33 +63,6 @@ class CheckpointError(ValueError):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One entry of a shard header."""
-
-    name: str
-    dtype: str  # safetensors tag
-    shape: tuple[int, ...]
-    shard: Path
-    offset: int  # bytes from the start of the file
-    size: int  # bytes
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
-
-    def read(self) -> Tensor:
-        """A copy of the tensor in memory."""
-        with self.shard.open("rb") as file:
-            file.seek(self.offset)
-            data = bytearray(file.read(self.size))
-        if len(data) != self.size:
-            raise ValueError(f"Reading {self.name}: {self.shard} ended after {len(data)} of {self.size} bytes. The file "
-                             "changed since it was opened; copy it again.")
-        if not data:
-            return torch.empty(self.shape, dtype=DTYPES[self.dtype])
-        return torch.frombuffer(data, dtype=DTYPES[self.dtype]).view(self.shape)
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """The headers of a checkpoint folder, checked against each other."""
 
@@ -91,25 +70,53 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Read all headers. Raises CheckpointError listing absent or truncated shards, duplicates and index mismatches."""
+    def open(cls, folder: str | Path, engram_dir: str | Path | None = None) -> Checkpoint:
+        """Read all headers. Raises CheckpointError listing absent or truncated shards, duplicates and index mismatches.
+
+        engram_dir: where the shards with Engram tables are, if not in the folder itself; shards that are not there are
+        taken from the folder.
+        """
+        checkpoint, problems = cls.survey(folder, engram_dir)
+        if problems:
+            raise CheckpointError(f"Opening the checkpoint {checkpoint.folder}", problems,
+                                  "Compare the files with the published ones and copy the bad ones again.")
+        return checkpoint
+
+    @classmethod
+    def survey(cls, folder: str | Path, engram_dir: str | Path | None = None) -> tuple[Checkpoint, list[str]]:
+        """Like `open`, but returns what is there, and the problems. Raises ValueError if there is no checkpoint."""
         folder = Path(folder)
         if not folder.is_dir():
-            raise ValueError(f"Opening a checkpoint: {folder} is not a folder. Give the folder that holds config.json and "
-                             f"{INDEX}.")
+            raise ValueError(f"Opening a checkpoint: {folder} is not a folder. Give the folder that holds config.json "
+                             f"and {INDEX}.")
+        if (folder / UNFINISHED).exists():
+            raise ValueError(f"Opening a checkpoint: {folder} has a file {UNFINISHED}, so its export was interrupted. "
+                             "Finish the export, or copy the folder again.")
         problems: list[str] = []
         index = _read_index(folder)
         if index is None and not (folder / SINGLE).is_file():
-            raise ValueError(f"Opening a checkpoint: {folder} has neither {INDEX} nor {SINGLE}. Is the download complete?")
-        shards = sorted(set(index.values())) if index is not None else [SINGLE]
+            raise ValueError(f"Opening a checkpoint: {folder} has neither {INDEX} nor {SINGLE}. Is the download "
+                             "complete?")
+        if index is not None:
+            index = _with_table_files(index, folder, problems)
+        elsewhere = _engram_shards(index, folder, engram_dir)
+        listed: dict[str, set[str]] = {}
+        for name, shard in (index or {}).items():
+            listed.setdefault(shard, set()).add(name)
         tensors: dict[str, StoredTensor] = {}
-        for shard in shards:
-            path = folder / shard
+        for shard in sorted(listed) if index is not None else [SINGLE]:
+            path = elsewhere.get(shard, folder / shard)
             if not path.is_file():
-                listed = sum(1 for value in index.values() if value == shard)
-                problems.append(f"{shard}: absent, but the index lists {listed} tensors in it")
+                problems.append(f"{shard}: absent, but the index lists {len(listed[shard])} tensors in it")
                 continue
-            for tensor in _read_header(path, problems):
+            found = read_header(path, problems)
+            names = {tensor.name for tensor in found}
+            other = _shard_of(names, listed) if index is not None and names != listed[shard] else None
+            if other is not None:
+                problems.append(f"{shard}: holds the tensors that the index lists in {other}; the file was replaced or "
+                                "renamed")
+                continue
+            for tensor in found:
                 if tensor.name in tensors:
                     problems.append(f"{tensor.name}: in two shards, {tensors[tensor.name].shard.name} and {shard}")
                 elif index is not None and tensor.name not in index:
@@ -121,10 +128,7 @@ class Checkpoint:
                     problems.append(f"{name}: the index says it is in {shard}, but it is not there")
                 elif tensors[name].shard.name != shard:
                     problems.append(f"{name}: the index says {shard}, but it is in {tensors[name].shard.name}")
-        if problems:
-            raise CheckpointError(f"Opening the checkpoint {folder}", problems,
-                                  "Compare the files with the published ones and copy the bad ones again.")
-        return cls(folder, tensors)
+        return cls(folder, tensors), problems
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -133,7 +137,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique_pairs)
+        pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_pairs)
         weight_map = pairs["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise ValueError("weight_map is not an object of strings")
@@ -145,45 +149,38 @@ def _read_index(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return seen
+def _shard_of(names: set[str], listed: dict[str, set[str]]) -> str | None:
+    return next((shard for shard, wanted in listed.items() if wanted == names), None)
 
 
-def _read_header(path: Path, problems: list[str]) -> list[StoredTensor]:
-    """Entries of one shard. A file that is not exactly header plus tensors is a problem, found before any tensor is read."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 2 <= length <= min(size - 8, 100_000_000):
-            problems.append(f"{path.name}: {size} bytes, too short for a safetensors header or not a safetensors file")
-            return []
-        try:
-            header = json.loads(file.read(length), object_pairs_hook=_unique_pairs)
-        except ValueError as error:
-            problems.append(f"{path.name}: its header is not valid JSON ({error})")
-            return []
-    tensors, end = [], 0
-    header.pop("__metadata__", None)
-    for name, entry in header.items():
-        try:
-            dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            wanted = math.prod(shape) * DTYPES[dtype].itemsize
-        except (KeyError, TypeError, ValueError):
-            problems.append(f"{name}: {path.name} describes it as {entry}, which this reader does not know")
-            continue
-        if stop - start != wanted:
-            problems.append(f"{name}: {path.name} gives it {stop - start} bytes, but {dtype} {list(shape)} needs {wanted}")
-        end = max(end, stop)
-        tensors.append(StoredTensor(name, dtype, shape, path, 8 + length + start, stop - start))
-    if size != 8 + length + end:
-        state = "truncated" if size < 8 + length + end else "too long"
-        problems.append(f"{path.name}: {state}, {size} bytes, its header describes {8 + length + end}")
-    return tensors
+def _with_table_files(index: dict[str, str], folder: Path, problems: list[str]) -> dict[str, str]:
+    """The index plus the Engram tables that config.json of an oMLX export names with their files."""
+    try:
+        section = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("omlx_deepseek_v41", {})
+        tables = section.get("engram_tables", {}).values()
+        named = {entry[f"{part}_key"]: entry.get(f"{part}_file", entry["weight_file"]) for entry in tables
+                 for part in ("weight", "scale", "bias") if entry.get(f"{part}_key")}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return index  # config.json is read in full, with proper errors, by Config.from_file
+    for name, file in named.items():
+        if Path(str(file)).name != file:
+            problems.append(f"{name}: engram_tables puts it in {file!r}, which is no plain file name")
+        elif index.get(name, file) != file:
+            problems.append(f"{name}: the index says {index[name]}, engram_tables in config.json says {file}")
+    return {**named, **index}
+
+
+def _engram_shards(index: dict[str, str] | None, folder: Path, engram_dir: str | Path | None) -> dict[str, Path]:
+    """Shard name -> path, for the shards with Engram tables that lie in `engram_dir`."""
+    if engram_dir is None:
+        return {}
+    shards = {shard for name, shard in (index or {}).items() if ".engram.embed." in name}
+    found = {shard: Path(engram_dir) / shard for shard in shards if (Path(engram_dir) / shard).is_file()}
+    if not found:
+        wanted = ", ".join(sorted(shards)) or "a shard with an Engram table, but the index lists none"
+        raise ValueError(f"Opening a checkpoint: the Engram folder {engram_dir} holds no table of {folder}. Wanted "
+                         f"{wanted}.")
+    return found
 
 
 # --- matching tensors with parameters --------------------------------------------------------------------------
@@ -193,78 +190,183 @@ def _read_header(path: Path, problems: list[str]) -> list[StoredTensor]:
 class WeightPlan:
     """Where one parameter comes from."""
 
-    name: str  # parameter name = tensor name
+    name: str  # parameter name
     format: str | None  # key of quant.FORMATS, or None for a plain tensor
-    tensors: tuple[StoredTensor, ...]  # the weight and its companions
+    tensors: tuple[StoredTensor, ...]  # the weight and its companions, sliced if experts are stacked
     shape: tuple[int, ...]  # logical
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a checkpoint has for a model."""
+
+    family: Family
+    plans: dict[str, WeightPlan]  # by parameter name
+    skipped: dict[str, StoredTensor]  # stored tensors that are no part of a weight (families.SKIPPED)
+    problems: list[str]
 
 
 def plan_weights(model: Model, checkpoint: Checkpoint) -> dict[str, WeightPlan]:
     """Match every parameter with stored tensors, both ways. Raises CheckpointError with every mismatch."""
-    modules = dict(model.named_modules())
-    left = dict(checkpoint.tensors)
-    plans, problems = {}, []
-    for name, parameter in model.named_parameters():
-        stored = left.pop(name, None)
-        if stored is None:
-            problems.append(f"{name}: missing, wanted {list(parameter.shape)}")
-            continue
-        owner_name, _, attribute = name.rpartition(".")
-        allowed = _allowed_formats(modules[owner_name], attribute, name)
-        companion_name = f"{name.removesuffix('.weight')}.scale"
-        scale = left.pop(companion_name, None) if stored.dtype in ("F8_E4M3", "I8") else None
-        found = _detect_format(stored, scale, tuple(parameter.shape), parameter.dtype)
-        if found not in allowed:
-            wanted = ", ".join(_describe(kind, parameter) for kind in allowed)
-            scale_text = f" with scale {scale}" if scale is not None else ""
-            problems.append(f"{name}: wanted {wanted}; got {stored}{scale_text}")
-            continue
-        tensors = (stored,) if scale is None else (stored, scale)
-        plans[name] = WeightPlan(name, None if found == "plain" else found, tensors, tuple(parameter.shape))
-    problems += [f"{name}: unexpected, {tensor}" for name, tensor in left.items()]
-    if problems:
-        raise CheckpointError(f"Matching {checkpoint.folder} with its configuration", problems,
-                              "Nothing was loaded. Is config.json the one of these weights, and is every shard present?")
-    return plans
+    return _whole_match(model, checkpoint).plans
 
 
-def _allowed_formats(module: nn.Module, attribute: str, name: str) -> tuple[str, ...]:
-    """Formats in which the release, or a lossless conversion of it, stores this parameter."""
-    if isinstance(module, Linear) and attribute == "weight":
-        if module.quantize_input or name.endswith("attn.wo_a.weight"):
-            return ("fp8_blocks", "mxfp4", "plain")
-    if isinstance(module, Embedding) and name.endswith("engram.embed.weight"):
-        return ("fp8_rows", "plain")
-    return ("plain",)
+def _whole_match(model: Model, checkpoint: Checkpoint) -> Match:
+    match = match_weights(model, checkpoint)
+    if match.problems:
+        raise CheckpointError(
+            f"Matching {checkpoint.folder} with its configuration", match.problems,
+            "Nothing was loaded. Is config.json the one of these weights, and is every shard present?")
+    return match
 
 
-def _detect_format(stored: StoredTensor, scale: StoredTensor | None, shape: tuple[int, ...],
-                   dtype: torch.dtype) -> str | None:
-    """The format that dtype, shape and scale describe for a parameter of this logical shape; None if they fit none.
+def match_weights(model: Model, checkpoint: Checkpoint) -> Match:
+    """Like `plan_weights`, with the mismatches in `problems`. Time is linear in the number of tensors.
 
-    Packed FP4 is tagged I8 and half as wide: [R, C/2] over a scale [R, C/32] is 32 elements per scale, not 16.
+    Raises ValueError if config.json or the names belong to no known family.
     """
-    if scale is None:
-        return "plain" if stored.shape == shape and DTYPES[stored.dtype] == dtype else None
-    if len(shape) != 2 or scale.dtype != "F8_E8M0":
-        return None
-    rows, columns = shape
-    blocks = -(-columns // 32)
-    if stored.dtype == "F8_E4M3" and stored.shape == shape:
-        if scale.shape == (-(-rows // 32), blocks):
-            return "fp8_blocks"
-        if scale.shape == (rows, blocks) and columns % 32 == 0:
-            return "fp8_rows"
-    if stored.dtype == "I8" and stored.shape == (rows, columns // 2) and scale.shape == (rows, blocks):
-        return "mxfp4" if columns % 32 == 0 else None
-    return None
+    family = detect_family(model.config, checkpoint.tensors)
+    modules = dict(model.named_modules())
+    plans, problems, claimed, stacked_done = {}, [], set(), set()
+    for name, parameter in model.named_parameters():
+        owner, _, attribute = name.rpartition(".")
+        stored_name, expert = family.names.stored(name)
+        parts = _parts(stored_name, family, checkpoint.tensors)
+        claimed.update(tensor.name for tensor in parts.values())
+        shape = tuple(parameter.shape)
+        experts = None if expert is None else len(modules[owner.rpartition(".")[0].rpartition(".")[0]])
+        plan, problem = _plan(name, modules[owner], attribute, parts, shape, parameter.dtype, family, expert, experts)
+        if plan is not None:
+            plans[name] = plan
+        elif stored_name not in stacked_done:  # experts of one stacked tensor share its problem
+            problems.append(f"{name if experts is None else stored_name}: {problem}")
+        if problem and experts is not None:
+            stacked_done.add(stored_name)
+    skipped = {}
+    for name, tensor in checkpoint.tensors.items():
+        base, _, suffix = name.rpartition(".")
+        if name in claimed:
+            continue
+        if suffix in SKIPPED and f"{base}.weight" in claimed:
+            skipped[name] = tensor
+        else:
+            problems.append(f"{name}: unexpected, {tensor}")
+    for module in sorted(family.specified):
+        if f"{module}.weight" not in claimed:
+            problems.append(f"{module}: config.json states its format, but the files have no such module")
+    tables = {family.names.stored(name)[0].removesuffix(".weight") for name in plans if _is_table(name)}
+    problems += [f"{module}: config.json states an Engram table, but the model has none there, or it did not fit"
+                 for module in sorted(set(family.tables) - tables)]
+    return Match(family, plans, skipped, problems)
 
 
-def _describe(kind: str, parameter: Tensor) -> str:
-    rows_columns = list(parameter.shape)
-    if kind == "plain":
-        return f"{'F32' if parameter.dtype == torch.float32 else 'BF16'} {rows_columns}"
-    return f"{FORMATS[kind].name} of {rows_columns}"
+def _is_table(parameter: str) -> bool:
+    return parameter.endswith(".engram.embed.weight")
+
+
+def _parts(stored_name: str, family: Family, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The stored weight under "weight" and its companions under their suffixes, as far as they exist."""
+    base = stored_name.removesuffix(".weight")
+    if base in family.tables:
+        entry = family.tables[base]
+        keys = {"weight": entry.get("weight_key"), "biases": entry.get("bias_key")}
+        keys[str(entry.get("scale_key")).rpartition(".")[2]] = entry.get("scale_key")
+        return {suffix: tensors[key] for suffix, key in keys.items() if key in tensors}
+    weight = tensors.get(stored_name)
+    if weight is None:
+        return {}
+    parts = {"weight": weight}
+    if stored_name.endswith(".weight") and weight.dtype in PACKED_TAGS:
+        for suffix in COMPANIONS:
+            companion = tensors.get(f"{base}.{suffix}")
+            if companion is not None:
+                parts[suffix] = companion
+    return parts
+
+
+def _plan(name: str, module: nn.Module, attribute: str, parts: dict[str, StoredTensor], shape: tuple[int, ...],
+          dtype: torch.dtype, family: Family, expert: int | None, experts: int | None) -> tuple[WeightPlan | None, str]:
+    """The plan of one parameter, or None and what is wrong with it."""
+    stacked = "" if experts is None else f"{experts} times "
+    if "weight" not in parts:
+        return None, f"missing, wanted {stacked}{list(shape)}"
+    text = _describe_parts(parts)
+    if experts is not None:
+        if any(tensor.shape[:1] != (experts,) for tensor in parts.values()):
+            return None, f"wanted {experts} experts stacked on the first axis; got {text}"
+        parts = {suffix: tensor.slice(expert) for suffix, tensor in parts.items()}
+    allowed = _allowed_formats(module, attribute, name, family)
+    found = detect_format(parts, shape, dtype)
+    if "weight_scale" in parts and "weight_scale_2" not in parts and not _is_table(name):
+        found = None  # that spelling of a lone scale is known for Engram tables only
+    if found is None or found[0] not in allowed:
+        wanted = ", ".join(_describe_formats(allowed, shape, dtype))
+        known = unsupported_table(parts) if _is_table(name) else None
+        if known:
+            text += f". This is {known}, which is not supported; use a checkpoint with FP8 or MXFP4 Engram rows"
+        return None, f"wanted {stacked}{wanted}; got {text}"
+    key = None if found[0] == "plain" else found[0]
+    problem = _spec_problem(name, module, key, found[1], family)
+    return (None, problem) if problem else (WeightPlan(name, key, found[1], shape), "")
+
+
+def _spec_problem(name: str, module: nn.Module, key: str | None, tensors: tuple[StoredTensor, ...], family: Family,
+                  ) -> str:
+    """Where config.json and the headers contradict each other; empty if they agree."""
+    base = family.names.stored(name)[0].removesuffix(".weight")
+    if family.spec is None:
+        return ""
+    if base in family.tables:
+        spec = table_spec(base, family.tables[base])
+        if spec is None and key not in ("fp8_rows", None):
+            return f"engram_tables in config.json states no bits (FP8 rows); the headers say {_label(key)}"
+    else:
+        spec = family.spec(base, key is not None)
+        if key is not None and spec is None:
+            return f"config.json states no format (a dense weight); the headers say {_label(key)}"
+        if key is not None and family.one_shard and len({tensor.shard for tensor in tensors}) > 1:
+            return f"its tensors are in {len({tensor.shard for tensor in tensors})} shards, wanted one"
+    if spec is None:
+        return ""
+    if spec.format != key:
+        return f"config.json states {spec}; the headers say {_label(key)}"
+    if isinstance(module, Linear) and spec.quantize_input not in (None, module.quantize_input):
+        return (f"config.json states quantize_input {spec.quantize_input}, but for this layer it is "
+                f"{module.quantize_input}")
+    return ""
+
+
+def _allowed_formats(module: nn.Module, attribute: str, name: str, family: Family) -> tuple[str, ...]:
+    """Formats in which this family may store this parameter."""
+    if attribute != "weight" or not isinstance(module, Linear | Embedding):
+        return ("plain",)
+    if _is_table(name):
+        return (*family.table_formats, "plain")
+    released = isinstance(module, Linear) and (module.quantize_input or name.endswith("attn.wo_a.weight"))
+    return (*(family.released_formats if released else ()), *family.matrix_formats, "plain")
+
+
+def _label(key: str | None) -> str:
+    return "a dense weight" if key is None else FORMATS[key].name
+
+
+def _describe_parts(parts: Mapping[str, StoredTensor]) -> str:
+    companions = [f"{suffix} {tensor}" for suffix, tensor in parts.items() if suffix != "weight"]
+    if not companions and parts["weight"].dtype in PACKED_TAGS:
+        return f"{parts['weight']} without a scale"
+    return str(parts["weight"]) + (f" with {', '.join(companions)}" if companions else "")
+
+
+def _describe_formats(kinds: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> list[str]:
+    names = []
+    for kind in kinds:
+        if kind == "plain":
+            text = f"{'F32' if dtype == torch.float32 else 'BF16'} {list(shape)}"
+        else:
+            text = f"{'affine' if kind.startswith('affine') else FORMATS[kind].name} of {list(shape)}"
+        if text not in names:
+            names.append(text)
+    return names
 
 
 # --- loading ---------------------------------------------------------------------------------------------------
@@ -279,22 +381,27 @@ class LoadReport:
     tensors: int
     bytes: int
     formats: dict[str, int]  # format -> weights
+    family: str = "native (DeepSeek)"
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> stored tensors that were not used
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "native", fake_quant: bool = True, *,
-         weights: str = "resident", as_published_index_keys: bool = False) -> Model:
+         weights: str = "resident", as_published_index_keys: bool = False, engram_dir: str | Path | None = None,
+         expert_cache: int = DEFAULT_EXPERT_CACHE, progress: bool | None = None) -> Model:
     """The model of a checkpoint folder, ready to run, without gradients.
 
     numerics: native, dequantized or float32 (numerics.py). fake_quant: quantize-dequantize of KV and index caches.
-    weights: resident (dequantized once) or packed (as stored, decoded at use); outputs are bit-equal.
-    as_published_index_keys: reproduce the official decode-time index-key slot (attention.py), for parity runs only.
+    weights: resident (dequantized once), packed (as stored, decoded at use) or stream (on disk, read at use); outputs
+    are bit-equal. as_published_index_keys: reproduce the official decode-time index-key slot (attention.py), for parity
+    runs. engram_dir: folder of the shards with Engram tables, if they are on another disk. expert_cache: bytes of
+    packed experts that stream keeps. progress: bars on stderr; None shows them on a terminal only.
     Raises ValueError (CheckpointError for the files) naming everything that is wrong; never returns a partial model.
     """
     if weights not in WEIGHT_MODES:
         raise ValueError(f"Loading {path}: weights must be one of {', '.join(WEIGHT_MODES)}, got {weights!r}.")
     mode = Numerics.of(numerics, fake_quant)
     device = _device(device)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, engram_dir)
     config = Config.from_file(checkpoint.folder)
     tokenizer = Tokenizer.load(checkpoint.folder)
     tokenizer.check_vocab_size(config.text_config.vocab_size)
@@ -305,15 +412,25 @@ def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "
         folded = torch.from_numpy(classes)
     with torch.device("meta"):
         model = Model(config, mode, folded)
-    plans = plan_weights(model, checkpoint)
-    _assign(model, plans, device, mode, weights)
+    match = _whole_match(model, checkpoint)
+    stream = Stream(config.text_config.num_hidden_layers, expert_cache, progress) if weights == "stream" else None
+    _assign(model, match.plans, device, mode, weights == "packed", stream, progress)
+    if stream is not None:
+        stream.show_progress(model)
     model.as_published_index_keys = as_published_index_keys
     formats: dict[str, int] = {}
-    for plan in plans.values():
+    for plan in match.plans.values():
         label = FORMATS[plan.format].name if plan.format else plan.tensors[0].dtype
         formats[label] = formats.get(label, 0) + 1
+    skipped: dict[str, int] = {}
+    for name in match.skipped:
+        suffix = name.rpartition(".")[2]
+        reason = f"{suffix}: {SKIPPED[suffix]}"
+        skipped[reason] = skipped.get(reason, 0) + 1
     stored = checkpoint.tensors.values()
-    model.load_report = LoadReport(checkpoint.folder, tokenizer.source, len(stored), sum(t.size for t in stored), formats)
+    size = sum(tensor.size for tensor in stored)
+    model.load_report = LoadReport(checkpoint.folder, tokenizer.source, len(stored), size, formats, match.family.title,
+                                   skipped)
     return model.eval()
 
 
@@ -322,53 +439,70 @@ def _device(device: torch.device | str) -> torch.device:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"Choosing the device: {device!r} is not usable here ({str(error).splitlines()[0]}). Try cpu.") \
-            from None
+        raise ValueError(f"Choosing the device: {device!r} is not usable here ({str(error).splitlines()[0]}). Try "
+                         "cpu.") from None
     return chosen
 
 
-def _assign(model: Model, plans: dict[str, WeightPlan], device: torch.device, numerics: Numerics, weights: str) -> None:
-    """Read every planned tensor and put it in place. All values are checked before any is kept."""
+def _assign(model: Model, plans: dict[str, WeightPlan], device: torch.device, numerics: Numerics, packed: bool,
+            stream: Stream | None, progress: bool | None) -> None:
+    """Put every planned weight in place. What is read now is checked before any of it is kept."""
     problems: list[str] = []
-    values = {}
-    for plan in tqdm(plans.values(), desc="reading weights", unit="tensor", disable=None, leave=False):
+    values: dict[str, Tensor | PackedWeight | StreamedWeight] = {}
+    modules = dict(model.named_modules())
+    disable = None if progress is None else not progress
+    for plan in tqdm(plans.values(), desc="reading weights", unit="tensor", disable=disable, leave=False):
+        owner, _, attribute = plan.name.rpartition(".")
+        if stream is not None and attribute == "weight" and isinstance(modules[owner], Linear | Embedding):
+            values[plan.name] = StreamedWeight(plan.name, plan.format, plan.tensors, plan.shape, stream)
+            continue
         tensors = tuple(tensor.read() for tensor in plan.tensors)
-        problems += _value_problems(plan, tensors)
+        problems += weight_problems(plan.format, plan.tensors, tensors)
         if plan.format is None:
             values[plan.name] = tensors[0]
         else:
-            packed = PackedWeight(FORMATS[plan.format], tensors, plan.shape)
-            values[plan.name] = packed if weights == "packed" else packed.dequantize()
+            weight = PackedWeight(FORMATS[plan.format], tensors, plan.shape)
+            values[plan.name] = weight if packed else weight.dequantize()
     if problems:
         raise CheckpointError("Reading the weights", problems, "Nothing was loaded. Copy the named shards again.")
     for name, value in values.items():
-        module_name, _, attribute = name.rpartition(".")
-        module = model.get_submodule(module_name)
+        owner, _, attribute = name.rpartition(".")
+        module = modules[owner]
         del module._parameters[attribute]
-        if isinstance(value, PackedWeight):
+        if not isinstance(value, Tensor):
             setattr(module, attribute, value.to(device))
         else:
             if isinstance(module, Linear) and (module.float32 or numerics.dtype == torch.float32):
                 value = value.to(torch.float32)  # widen once instead of at every use; the values stay the same
             module.register_parameter(attribute, nn.Parameter(value.to(device), requires_grad=False))
-    for module in model.modules():
-        if isinstance(module, Engram) and not isinstance(module.embed.weight, (PackedWeight, nn.Parameter)):
-            raise AssertionError("an Engram table was not assigned")
+    left = [name for name, _ in model.named_parameters() if name not in values]
+    assert not left, f"parameters without a value: {left[:5]}"
 
 
-def _value_problems(plan: WeightPlan, tensors: tuple[Tensor, ...]) -> list[str]:
-    """Values that no weight may have: NaN codes in E8M0 scales and E4M3 weights, NaN or infinity in plain tensors."""
-    problems = []
-    for stored, tensor in zip(plan.tensors, tensors):
-        if stored.dtype == "F8_E8M0":
-            bad, what = tensor.view(torch.uint8) == 255, "scale byte 255 (NaN)"
-        elif stored.dtype == "F8_E4M3":
-            bad, what = (tensor.view(torch.uint8) & 0x7F) == 0x7F, "code 0x7F (NaN)"
-        elif tensor.dtype.is_floating_point:
-            bad, what = ~torch.isfinite(tensor), "NaN or infinity"
+# --- command line ----------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what a folder holds. Returns 0 if a model can be loaded from it, 3 if not."""
+    from inference.inventory import describe, take_inventory  # it imports this module
+
+    parser = argparse.ArgumentParser(prog="python -m inference.checkpoint",
+                                     description="What a checkpoint folder holds.")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--engram-dir", metavar="DIR", help="where the shards with the Engram tables are")
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    options = parser.parse_args(arguments)
+    try:
+        inventory = take_inventory(options.folder, options.engram_dir)
+    except ValueError as error:
+        if options.json:
+            print(json.dumps({"error": str(error)}))
         else:
-            continue
-        if bool(bad.any()):
-            where = [int(i) for i in bad.nonzero()[0]]
-            problems.append(f"{stored.name}: {what} at {where} in {stored.shard.name}")
-    return problems
+            print(error, file=sys.stderr)
+        return 3
+    print(json.dumps(inventory.to_dict(), indent=1) if options.json else describe(inventory))
+    return 3 if inventory.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -153,6 +153,7 @@ class Config:
     text_config: TextConfig = TextConfig()
     vision_config: VisionConfig | None = None
     quantization_config: QuantizationConfig | None = QuantizationConfig()
+    quantization_extra: tuple[tuple[str, Any], ...] = ()  # sections of MLX exporters, as they are (see families.py)
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -181,8 +182,9 @@ class Config:
         if "text_config" not in values and "dim" in values:
             values = _from_model_args(values, origin)
         problems: list[str] = []
-        top = _section(cls, {k: v for k, v in values.items() if k not in _SECTIONS}, "", _IGNORED_TOP,
+        top = _section(cls, {k: v for k, v in values.items() if k not in _SECTIONS | _EXTRA_TOP}, "", _IGNORED_TOP,
                        _OPTIONAL_TOP, problems)
+        extra = tuple((name, values[name]) for name in sorted(_EXTRA_TOP & set(values)))
         text_values = values.get("text_config")
         text = TextConfig()
         if not isinstance(text_values, dict):
@@ -210,11 +212,12 @@ class Config:
         if problems:
             raise ValueError(f"Reading {origin}:\n  " + "\n  ".join(problems))
         return cls(**top, text_config=TextConfig(**text), vision_config=None if vision is None else
-                   VisionConfig(**vision), quantization_config=_quantization(quantization))
+                   VisionConfig(**vision), quantization_config=_quantization(quantization), quantization_extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
         """The Hugging Face form again, as plain JSON values."""
         values = dataclasses.asdict(self)
+        values.update(dict(values.pop("quantization_extra")))
         if self.quantization_config is not None:
             extra = values["quantization_config"].pop("extra")
             values["quantization_config"].update(dict(extra))
@@ -287,6 +290,8 @@ def layer_plan(config: TextConfig) -> tuple[LayerPlan, ...]:
 # --- reading ---------------------------------------------------------------------------------------------------
 
 _SECTIONS = frozenset({"text_config", "vision_config", "quantization_config"})
+# How MLX exporters say which modules they quantized; `quantization_extra` keeps these sections.
+_EXTRA_TOP = frozenset({"quantization", "omlx_deepseek_v41"})
 # Keys that other tools write and that change nothing in the computation.
 _IGNORED_TOP = frozenset({"transformers_version", "torch_dtype", "_name_or_path", "auto_map"})
 _OPTIONAL_TOP = frozenset({"architectures", "model_type", "dtype", "pad_token_id"})
@@ -316,7 +321,7 @@ def _optional_text(values: dict[str, Any]) -> frozenset[str]:
 def _section(cls: type, values: dict[str, Any], prefix: str, ignored: frozenset[str], optional: frozenset[str],
              problems: list[str]) -> dict[str, Any]:
     """Values of one section, checked against the fields of `cls`; lists become tuples. Appends to `problems`."""
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in _SECTIONS}
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in _SECTIONS | {"quantization_extra"}}
     for name in values:
         if name not in fields and name not in ignored:
             problems.append(f"{prefix}{name}: unknown key")

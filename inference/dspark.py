@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from inference.cache import Cache
 from inference.config import LayerPlan, TextConfig
 from inference.context import Context
-from inference.hyper_connections import Mixes, collapse, first_pre
+from inference.hyper_connections import collapse, first_pre
 from inference.layers import Embedding, Linear, RMSNorm, weight_rows
 
 Choose = Callable[[Tensor], Tensor]  # logits [B, V] float32 -> token ids [B]
@@ -110,18 +110,22 @@ def draft(stages: nn.ModuleList, embed: Embedding, head: Linear, anchor: Tensor,
     pre = first_pre(streams)
     for stage in stages:
         streams, pre = _stage(stage, streams, pre, cache, context)
-    last = stages[-1]
     hidden = collapse(streams, pre)
     context.record("mtp.head.collapsed", hidden)
+    return draft_heads(stages[-1], head, hidden, anchor, context, choose)
+
+
+def draft_heads(last: nn.Module, head: Linear, hidden: Tensor, anchor: Tensor, context: Context, choose: Choose) -> Draft:
+    """Base logits, then token by token: Markov bias, confidence, choice. hidden [B, G, D]: collapsed output of the last stage."""
     base_logits = head(last.norm(hidden), context.numerics)
     context.record("mtp.base_logits", base_logits)
     ids, logits, confidence = [anchor], [], []
-    for k in range(size):
+    for k in range(hidden.shape[1]):
         # float32 from here: the previous token's embedding enters both heads.
         previous = weight_rows(last.markov_head.embed.weight, ids[-1], torch.float32)
         bias = last.markov_head.head(previous, context.numerics)
         logits.append(base_logits[:, k] + bias)
-        features = torch.cat((hidden[:, k].to(torch.float32), previous), dim=-1)
+        features = torch.cat((hidden[:, k].to(torch.float32), previous), dim=-1)  # hidden is not normed here
         confidence.append(last.confidence_head.proj(features, context.numerics).squeeze(-1))
         ids.append(choose(logits[-1]))
     result = Draft(torch.stack(ids, 1), torch.stack(logits, 1), torch.stack(confidence, 1))
@@ -142,7 +146,7 @@ def _stage(stage: nn.Module, streams: Tensor, pre: Tensor, cache: Cache, context
         ring = cache.windows[stage.plan.layer_id].rows
         indices = block_indices(context.starts, ring.shape[1], x.shape[1]).to(x.device)
         kv = torch.cat((ring, block_rows), dim=1)
-        return attn.attend(q, kv, indices, context.positions, frequencies, context)
+        return attn.project(attn.attend(q, kv, indices, frequencies, context), context)
 
     return stage.sublayers(streams, pre, attention, context)
 

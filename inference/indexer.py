@@ -34,7 +34,7 @@ from inference.rope import rotate
 class Indexer(nn.Module):
     def __init__(self, config: TextConfig, plan: LayerPlan) -> None:
         super().__init__()
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.name = config, plan, f"{plan.name}.attn.indexer"
         heads, width = config.index_n_heads, config.index_head_dim
         self.wq_b = Linear(config.q_lora_rank, heads * width, quantize_input=True)
         self.weights_proj = Linear(config.hidden_size, heads)
@@ -54,6 +54,7 @@ class Indexer(nn.Module):
         queries = rotate(queries, context.positions, frequencies)
         if context.numerics.fake_quant:
             queries = fake_quant_fp4_e8m0(queries)
+        context.record(f"{self.name}.q", queries)
         # The factor is a power of two at the released shapes, so scaling is exact there.
         weights = self.weights_proj(x, context.numerics) * (width**-0.5 * heads**-0.5)
         # A slice holds the [heads, columns] products of a row about three times.

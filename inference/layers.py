@@ -7,8 +7,9 @@ What they compute
              `float32`: the release runs this product in float32 (compressor of ratio 2, router, heads);
              neither: a BF16 product.
 Weights
-    `weight` is an `nn.Parameter` (dense) or a `quant.PackedWeight` (as stored, decoded at use). Both give the same BF16
-    values; `dense_weight` is the one place that reads either.
+    `weight` is an `nn.Parameter` (dense), a `quant.PackedWeight` (as stored, decoded at use) or a
+    `streaming.StreamedWeight` (on disk, read and decoded at use). All give the same BF16 values; `dense_weight` and
+    `weight_rows` are the places that read any of them.
 Mirrors
     official: classes `RMSNorm`, `Linear`, `ColumnParallelLinear`, `RowParallelLinear` (one process).
 Tests
@@ -23,18 +24,22 @@ from torch import Tensor, nn
 
 from inference.numerics import Numerics
 from inference.quant import PackedWeight, fake_quant_fp8
+from inference.streaming import StreamedWeight
 
 
-def dense_weight(weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
+Weight = Tensor | PackedWeight | StreamedWeight
+
+
+def dense_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The values of a weight in `dtype`. BF16 to float32 widens exactly; float32 is only narrowed if it was BF16."""
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, Tensor):
         weight = weight.dequantize()
     return weight.to(dtype)
 
 
-def weight_rows(weight: Tensor | PackedWeight, index: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_rows(weight: Weight, index: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of an embedding or table: index [...] int64 -> [..., columns] in `dtype`."""
-    rows = weight.rows(index) if isinstance(weight, PackedWeight) else F.embedding(index, weight)
+    rows = F.embedding(index, weight) if isinstance(weight, Tensor) else weight.rows(index)
     return rows.to(dtype)
 
 

@@ -30,7 +30,7 @@ from inference.cache import Cache, Pending
 from inference.config import Config, LayerPlan, TextConfig, layer_plan
 from inference.context import DEFAULT_MEMORY_BUDGET, Context, Shared
 from inference.engram import Engram, NgramHash
-from inference.hyper_connections import collapse, compute_mixes, expand, first_pre
+from inference.hyper_connections import Mixes, collapse, compute_mixes, expand, first_pre
 from inference.image_processor import TEXT, ImageInput, span_embeddings, validate_token_types
 from inference.layers import Embedding, Linear, RMSNorm, empty_parameter
 from inference.moe import MoE
@@ -74,20 +74,24 @@ class Layer(nn.Module):
         streams [B, S, C, D], pre [B, S, C] from the sub-layer before -> new streams, pre for the sub-layer after.
         """
         name = self.plan.name
-        mixes = self._mixes("attn", streams, pre, context)
+        mixes = self._recorded_mixes("attn", streams, pre, context)
         y = attention(self.attn_norm(collapse(streams, pre)))
         streams = expand(streams, y, mixes)
         context.record(f"{name}.mid", streams)
         pre = mixes.pre_next
-        mixes = self._mixes("ffn", streams, pre, context)
+        mixes = self._recorded_mixes("ffn", streams, pre, context)
         y = self.ffn(self.ffn_norm(collapse(streams, pre)), context)
         streams = expand(streams, y, mixes)
         context.record(f"{name}.out", streams)
         return streams, mixes.pre_next
 
-    def _mixes(self, kind: str, streams: Tensor, pre: Tensor, context: Context):
+    def mixes(self, kind: str, streams: Tensor) -> Mixes:
+        """Coefficients of the "attn" or "ffn" sub-layer from the streams that enter it, [B, S, C, D]."""
         fn, base, scale = (getattr(self, f"hc_{kind}_{part}") for part in ("fn", "base", "scale"))
-        mixes = compute_mixes(streams, fn, base, scale, self.config)
+        return compute_mixes(streams, fn, base, scale, self.config)
+
+    def _recorded_mixes(self, kind: str, streams: Tensor, pre: Tensor, context: Context) -> Mixes:
+        mixes = self.mixes(kind, streams)
         for point, value in (("pre_used", pre), ("pre_next", mixes.pre_next), ("post", mixes.post),
                              ("comb", mixes.comb)):
             context.record(f"{self.plan.name}.hc_{kind}.{point}", value)
@@ -261,6 +265,9 @@ class Model(nn.Module):
         """Embeddings of one image span, delimiters included: [llm_rows * (llm_cols + 1) + 2, D]."""
         patches = image.patches.to(self.norm.weight.device)
         features = self.vision(patches, image.patch_rows, image.patch_cols, self.numerics, observe)
-        cells = self.aligner(features, image.patch_rows, image.patch_cols, self.numerics, observe)
+        return self.span_rows(self.aligner(features, image.patch_rows, image.patch_cols, self.numerics, observe), image)
+
+    def span_rows(self, cells: Tensor, image: ImageInput) -> Tensor:
+        """Aligner output [llm_rows * llm_cols, D] with the delimiters of the span around and between its rows."""
         delimiters = (part.to(cells.dtype) for part in (self.image_start, self.image_newline, self.image_end))
         return span_embeddings(cells, image.llm_rows, image.llm_cols, *delimiters)

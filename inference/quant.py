@@ -1,21 +1,32 @@
-"""Number formats: how stored bytes become values, and how activations are rounded to them.
+"""Number formats: how stored bytes become values, and how values are rounded to them.
 
 What it computes
-    1. Scalar formats: E2M1 (FP4), E4M3 (FP8), E8M0 (power-of-two scale).
+    1. Scalar formats: E2M1 (FP4), E4M3 (FP8), E8M0 (power-of-two scale), and fields of 2 to 8 bits.
     2. Activation quantizers, each as `quantize_*` (codes and scales) and `fake_quant_*` (the values they stand for).
-    3. Weight decoders: packed tensors of a checkpoint to BF16, computed in float32 and rounded once. `PackedWeight`
-       is a weight that stays packed in memory and is decoded when it is used.
-Formulas
-    value = code value * scale.  power_of_two_ceil(x) = 2^ceil(log2 x), done on the bits of the float32.
+    3. Weight formats, each a pair `decode_*` (stored tensors to BF16, computed in float32 and rounded once) and
+       `encode_*` (values to stored tensors). `PackedWeight` is a weight that stays packed in memory and is decoded when
+       it is used.
+
+    format       stored weight                  companions                             element (r, c)
+    FP8 blocks   E4M3 [R, C]                    scale E8M0 [ceil(R/32), ceil(C/32)]    code * scale[r//32, c//32]
+    FP8 rows     E4M3 [.., C]                   scale E8M0 [.., C/32]                  code * scale[c//32]
+    MXFP4        two codes a byte [.., C/2]     scale E8M0 [.., C/32]                  code * scale[c//32]
+    NVFP4        two codes a byte [R, C/2]      scale E4M3 [R, C/16], global F32 []    code * scale[c//16] * global
+    affine b, g  b-bit fields, uint32 [.., C*b/32]  scales, biases BF16 [.., C/g]      code * scale[c//g] + bias[c//g]
+    The MLX layouts mxfp8 and mxfp4 are "FP8 rows" and "MXFP4" with the same bytes seen as little-endian uint32 words.
+    Every decode is exact in BF16 except for the affine formats and for an NVFP4 global that is no power of two.
 Mirrors
-    official: `act_quant`, `fp4_act_quant` and the FP4/FP8 GEMM operand layout of the official kernel file.
+    official: `act_quant`, `fp4_act_quant` and the FP4/FP8 GEMM operand layout of the official kernel file. NVFP4: the
+    exporter of NVIDIA Model Optimizer. Affine and mx: `mx.quantize` and `mx.dequantize` of MLX.
 Tests
-    tests/test_quant.py, tests/test_golden_ops.py
+    tests/test_quant.py, tests/test_quant_formats.py, tests/test_golden_ops.py
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,8 +110,8 @@ def _groups(x: Tensor, group: int) -> Tensor:
 def quantize_fp8(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     """E4M3 codes with one power-of-two scale per `group` channels (official: act_quant, scale_fmt ue8m0).
 
-    x [..., n] -> codes [..., n] float8_e4m3fn, scales [..., n/group] float32. The amax has a floor of 1e-4, so an all-zero
-    group has scale 2^-22.
+    x [..., n] -> codes [..., n] float8_e4m3fn, scales [..., n/group] float32. The amax has a floor of 1e-4, so an
+    all-zero group has scale 2^-22.
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(1e-4)
@@ -113,7 +124,8 @@ def quantize_fp8(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
 def quantize_fp4_e8m0(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     """E2M1 codes with one power-of-two scale per `group` channels (official: fp4_act_quant, index queries and keys).
 
-    x [..., n] -> codes [..., n] uint8 (one code per element), scales [..., n/group] float32; an all-zero group has 2^-126.
+    x [..., n] -> codes [..., n] uint8 (one code per element), scales [..., n/group] float32; an all-zero group has
+    2^-126.
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126)
@@ -125,8 +137,8 @@ def quantize_fp4_e8m0(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
 def quantize_fp4_e4m3(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
     """E2M1 codes with one E4M3 scale per `group` channels (official: fp4_act_quant, compressed KV rows).
 
-    x [..., n] -> codes [..., n] uint8, scales [..., n/group] float8_e4m3fn. Here the official code divides by 6; the amax has a
-    floor of 6 * 2^-9, so an all-zero group has the smallest E4M3 number 2^-9 as its scale.
+    x [..., n] -> codes [..., n] uint8, scales [..., n/group] float8_e4m3fn. Here the official code divides by 6; the
+    amax has a floor of 6 * 2^-9, so an all-zero group has the smallest E4M3 number 2^-9 as its scale.
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-9)
@@ -159,7 +171,41 @@ def fake_quant_fp4_e4m3(x: Tensor) -> Tensor:
     return dequantize_groups(e2m1_decode(codes), scale.to(torch.float32), x.dtype)
 
 
-# --- weights as stored -----------------------------------------------------------------------------------------
+# --- fields of 2 to 8 bits -------------------------------------------------------------------------------------
+
+
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """[..., n*bits/32] uint32 words to [..., n] unsigned fields (uint8).
+
+    A row is one little-endian bit stream, least significant bit first (MLX): field i is stream bits i*bits ..
+    (i+1)*bits - 1, without padding, so fields of 3, 5 and 6 bits straddle words. Eight fields fill exactly `bits`
+    bytes.
+    """
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, bits))
+    fields = []
+    for i in range(8):
+        first, shift = divmod(i * bits, 8)
+        field = octets[..., first].to(torch.int16)
+        if shift + bits > 8:
+            field = field | (octets[..., first + 1].to(torch.int16) << 8)
+        fields.append(((field >> shift) & (2**bits - 1)).to(torch.uint8))
+    return torch.stack(fields, dim=-1).flatten(-2)
+
+
+def pack_bits(fields: Tensor, bits: int) -> Tensor:
+    """[..., n] fields below 2^bits (uint8, n*bits a multiple of 32 and n of 8) to [..., n*bits/32] uint32 words."""
+    eight = fields.unflatten(-1, (-1, 8)).to(torch.int64)
+    stream = (eight << (bits * torch.arange(8, device=fields.device))).sum(-1)  # disjoint bits: a sum is an or
+    octets = (stream.unsqueeze(-1) >> (8 * torch.arange(bits, device=fields.device))) & 0xFF
+    return octets.to(torch.uint8).flatten(-2).view(torch.uint32)
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """[..., n] one-byte elements as [..., n/4] uint32 words, bytes in order: how MLX stores mxfp4 and mxfp8 weights."""
+    return tensor.contiguous().view(torch.uint8).view(torch.uint32)
+
+
+# --- weights as stored: decoders -------------------------------------------------------------------------------
 
 
 def decode_fp8_blocks(weight: Tensor, scale: Tensor) -> Tensor:
@@ -170,13 +216,175 @@ def decode_fp8_blocks(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def decode_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """Engram rows: weight [R, C] float8_e4m3fn, scale [R, C/32] E8M0, one scale per 32 channels of a row -> BF16."""
-    return dequantize_groups(weight.to(torch.float32), e8m0_to_float(scale), torch.bfloat16)
+    """FP8 rows: weight [..., C] float8_e4m3fn (or [..., C/4] uint32 words, MLX mxfp8), scale [..., C/32] E8M0 -> BF16.
+
+    Engram rows and MLX mxfp8: one scale per row and 32 channels, never a 32x32 tile.
+    """
+    codes = weight.view(torch.uint8).view(torch.float8_e4m3fn)
+    return dequantize_groups(codes.to(torch.float32), e8m0_to_float(scale), torch.bfloat16)
 
 
 def decode_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:
-    """MXFP4: weight [R, C/2] packed codes, scale [R, C/32] E8M0 -> BF16 [R, C]."""
+    """MXFP4: weight [..., C/2] packed codes (or [..., C/8] uint32 words, MLX mxfp4), scale [..., C/32] E8M0 -> BF16."""
     return dequantize_groups(e2m1_decode(unpack_nibbles(weight)), e8m0_to_float(scale), torch.bfloat16)
+
+
+def decode_nvfp4(weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
+    """NVFP4: weight [R, C/2] packed codes, scale [R, C/16] float8_e4m3fn, global_scale [] float32 -> BF16 [R, C].
+
+    The global scale multiplies, it is no reciprocal. code * scale has at most 6 significant bits, so the float32
+    product is rounded at most once, by the global scale.
+    """
+    values = dequantize_groups(e2m1_decode(unpack_nibbles(weight)), scale.to(torch.float32), torch.float32)
+    return (values * global_scale).to(torch.bfloat16)
+
+
+def decode_affine(words: Tensor, scales: Tensor, biases: Tensor, bits: int) -> Tensor:
+    """Affine: words [..., C*bits/32] uint32, scales and biases [..., C/group] -> BF16 [..., C].
+
+    ours: scale * code + bias in float32 (the product is exact), rounded once. `mx.dequantize` with BF16 scales also
+    rounds the product; the quantized matrix product of MLX does not.
+    """
+    codes = unpack_bits(words, bits).to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
+    values = codes * scales.to(torch.float32).unsqueeze(-1) + biases.to(torch.float32).unsqueeze(-1)
+    return values.flatten(-2).to(torch.bfloat16)
+
+
+# --- weights as stored: encoders -------------------------------------------------------------------------------
+# All take values [..., C] of any float dtype, compute in float32 and round to nearest, ties to even. FP8 and MXFP4:
+# encoding what the decoder returned gives the same values again (not always the same bytes: a scale may shrink). The
+# other encoders fit their scales to the values, so only `mxfp4_to_nvfp4` is lossless there.
+
+
+def _weight_scale(amax: Tensor, format_max: float) -> tuple[Tensor, Tensor]:
+    """Smallest power of two s with amax <= s * format_max: as float32, and as E8M0.
+
+    ours: the float scale is at least 2^-126, and an all-zero group gets byte 0, as in the published files.
+    """
+    reciprocal = torch.tensor(1.0 / format_max, dtype=torch.float32)
+    scale = power_of_two_ceil((amax * reciprocal).clamp_min(2.0**-126))
+    stored = torch.where(amax == 0, 0, float_to_e8m0(scale).view(torch.uint8)).view(torch.float8_e8m0fnu)
+    return scale, stored
+
+
+def _check_multiple(values: Tensor, group: int, format_name: str) -> None:
+    if values.shape[-1] % group:
+        raise ValueError(f"Encoding a weight as {format_name}: rows of {values.shape[-1]} values, wanted a multiple of "
+                         f"{group}. Keep this weight in BF16.")
+
+
+def encode_fp8_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """values [R, C] -> codes [R, C] float8_e4m3fn, scale [ceil(R/32), ceil(C/32)] float8_e8m0fnu, one per tile."""
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values.to(torch.float32), (0, -columns % 32, 0, -rows % 32))
+    tiles = padded.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))  # [tile rows, 32, tile columns, 32]
+    scale, stored = _weight_scale(tiles.abs().amax((1, 3)), E4M3_MAX)
+    codes = (tiles / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).flatten(0, 1).flatten(1, 2)
+    return codes[:rows, :columns].contiguous().to(torch.float8_e4m3fn), stored
+
+
+def encode_fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """values [..., C] -> codes [..., C] float8_e4m3fn, scale [..., C/32] float8_e8m0fnu; MLX mxfp8 with `as_words`."""
+    _check_multiple(values, 32, "FP8, 1x32")
+    grouped = _groups(values, 32)
+    scale, stored = _weight_scale(grouped.abs().amax(-1), E4M3_MAX)
+    codes = (grouped / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), stored
+
+
+def encode_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """values [..., C] -> packed codes [..., C/2] uint8, scale [..., C/32] float8_e8m0fnu.
+
+    The published native files tag the packed bytes int8 (`.view(torch.int8)`), MLX uint32 (`as_words`).
+    """
+    _check_multiple(values, 32, "MXFP4")
+    grouped = _groups(values, 32)
+    scale, stored = _weight_scale(grouped.abs().amax(-1), E2M1_MAX)
+    codes = e2m1_encode((grouped / scale.unsqueeze(-1)).clamp(-E2M1_MAX, E2M1_MAX))
+    return pack_nibbles(codes.flatten(-2)), stored
+
+
+def encode_nvfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """values [R, C] -> packed codes [R, C/2] uint8, scale [R, C/16] float8_e4m3fn, global scale [] float32. Lossy.
+
+    Model Optimizer: global = amax / (6 * 448); scale = E4M3(group amax / 6 / global), within 2^-9 .. 448.
+    """
+    _check_multiple(values, 16, "NVFP4")
+    grouped = _groups(values, 16)
+    amax = grouped.abs().amax()
+    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
+    scale = (grouped.abs().amax(-1) / E2M1_MAX / global_scale).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
+    step = (scale.to(torch.float32) * global_scale).unsqueeze(-1)
+    codes = e2m1_encode((grouped / step).clamp(-E2M1_MAX, E2M1_MAX))
+    return pack_nibbles(codes.flatten(-2)), scale, global_scale
+
+
+def mxfp4_top_exponent(scale: Tensor) -> int:
+    """Largest exponent of E8M0 scales (zero bytes, -127, count only if all are). w1 and w3 of an expert share one."""
+    return int(scale.view(torch.uint8).max()) - 127
+
+
+def mxfp4_to_nvfp4(weight: Tensor, scale: Tensor, top: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The lossless cast of MXFP4 to NVFP4.
+
+    weight [R, C/2], scale [R, C/32] E8M0 -> codes [R, C/2] uint8, scale [R, C/16] float8_e4m3fn, global [] float32.
+    Model Optimizer: global = 2^(top - 8), top the largest exponent of the tensor (or of w1 and w3 together, as their
+    products are fused), and both halves of a group of 32 get 2^(exponent - top + 8). The top lands on 2^8 because 448
+    is no power of two. Code 8 (-0) becomes 0. A group of zeros may be out of range; it gets the smallest scale, 2^-9.
+    Raises ValueError if a group with values lies more than 17 steps below `top`: E4M3 holds 2^-9 .. 2^8 only.
+    """
+    exponent = scale.view(torch.uint8).to(torch.int32) - 127
+    top = mxfp4_top_exponent(scale) if top is None else top
+    codes = unpack_nibbles(weight)
+    codes = torch.where(codes == 8, 0, codes)
+    step = exponent - (top - 8)
+    zero = (codes.unflatten(-1, (-1, 32)) == 0).all(-1)
+    outside = ~zero & ((step < -9) | (step > 8))
+    if bool(outside.any()):
+        where = [int(i) for i in outside.nonzero()[0]]
+        raise ValueError(f"Casting MXFP4 to NVFP4: the scale 2^{int(exponent[tuple(where)])} at {where} is outside 17 "
+                         f"steps below the largest, 2^{top}, so the cast would lose bits. Keep this weight in MXFP4.")
+    halves = torch.exp2(step.clamp(-9, 8).to(torch.float32)).repeat_interleave(2, -1).to(torch.float8_e4m3fn)
+    return pack_nibbles(codes), halves, torch.tensor(2.0**(top - 8), dtype=torch.float32)
+
+
+def affine_minmax(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """MLX's rule for one scale and bias per group: grouped [..., g] float32 -> scale, bias [...] float32.
+
+    The end of larger magnitude is hit exactly and so is zero: scale = edge / round(edge / step), positive when the
+    minimum is that end, otherwise negative; the bias is the value of code 0.
+    """
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    step = ((high - low) / (2**bits - 1)).clamp_min(1e-7)  # MLX: its eps
+    from_low = low.abs() > high.abs()
+    step = torch.where(from_low, step, -step)
+    edge = torch.where(from_low, low, high)
+    levels = torch.round(edge / step)
+    return torch.where(levels != 0, edge / levels, step), torch.where(levels != 0, edge, torch.zeros_like(edge))
+
+
+def affine_codes(grouped: Tensor, scale: Tensor, bias: Tensor, bits: int) -> Tensor:
+    """Nearest codes: grouped [..., g] float32, scale and bias [...] float32 -> uint8 [..., g] in 0 .. 2^bits - 1."""
+    codes = torch.round((grouped - bias.unsqueeze(-1)) / scale.unsqueeze(-1))
+    return codes.clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def encode_affine(values: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """values [..., C] -> words [..., C*bits/32] uint32, scales and biases [..., C/group] BF16, as `mx.quantize` does.
+
+    MLX: codes are computed with the float32 scale and bias, which are rounded to BF16 afterwards.
+    """
+    if bits not in AFFINE_BITS or group not in AFFINE_GROUPS:
+        raise ValueError(f"Encoding a weight as affine: {bits} bits in groups of {group}; wanted bits among "
+                         f"{AFFINE_BITS} and a group among {AFFINE_GROUPS}.")
+    _check_multiple(values, group, f"affine {bits}-bit")
+    grouped = _groups(values, group)
+    scale, bias = affine_minmax(grouped, bits)
+    words = pack_bits(affine_codes(grouped, scale, bias, bits).flatten(-2), bits)
+    return words, scale.to(torch.bfloat16), bias.to(torch.bfloat16)
+
+
+# --- weights as stored: the table of formats ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -187,15 +395,22 @@ class WeightFormat:
     """
 
     name: str
-    companions: tuple[str, ...]  # suffixes of the tensors that go with `.weight`
-    decode: object
+    companions: tuple[str, ...]  # what goes with the weight, in the order that `decode` takes
+    decode: Callable[..., Tensor]
     rowwise: bool
 
 
+AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+AFFINE_GROUPS = (32, 64, 128)
 FORMATS = {
     "fp8_blocks": WeightFormat("FP8 E4M3, 32x32 tiles, E8M0", ("scale",), decode_fp8_blocks, False),
     "fp8_rows": WeightFormat("FP8 E4M3, 1x32, E8M0", ("scale",), decode_fp8_rows, True),
     "mxfp4": WeightFormat("MXFP4 E2M1, 1x32, E8M0", ("scale",), decode_mxfp4, True),
+    "mxfp8": WeightFormat("MXFP8 E4M3, 1x32, E8M0", ("scales",), decode_fp8_rows, True),
+    "nvfp4": WeightFormat("NVFP4 E2M1, 1x16, E4M3 times F32", ("scale", "global_scale"), decode_nvfp4, False),
+    **{f"affine{bits}_g{group}": WeightFormat(f"affine {bits}-bit, group {group}", ("scales", "biases"),
+                                              partial(decode_affine, bits=bits), True)
+       for bits in AFFINE_BITS for group in AFFINE_GROUPS},
 }
 
 
