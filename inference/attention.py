@@ -18,20 +18,23 @@ Tests
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inference.cache import Cache
+from inference.cache import Cache, Rows
 from inference.compressor import Compressor, Groups
 from inference.config import LayerPlan, TextConfig
-from inference.context import Context, Shared
-from inference.indexer import Indexer, candidate_columns, select_columns
+from inference.context import Context, Shared, row_slices
+from inference.indexer import BYTES_DECODED, Indexer, block_columns, candidate_blocks, select_columns
 from inference.kernel import sparse_attn
 from inference.layers import Linear, RMSNorm, dense_weight, empty_parameter
 from inference.quant import fake_quant_fp4_e4m3, fake_quant_fp8
 from inference.rope import rope_frequencies, rotate
+
+SELECTION_BYTES = 40  # ours: bytes that choosing the best columns takes per score (masks, running counts, sorted copies)
 
 
 class Attention(nn.Module):
@@ -62,14 +65,17 @@ class Attention(nn.Module):
         context.record(f"{self.name}.kv_quant", window_rows)
 
         groups = None
-        if self.compressor is not None:
-            groups, shared = self._compress(x, frequencies, context, cache, shared)
+        if self.compressor is not None and self.plan.layer_id not in shared.compressed:
+            groups, shared = self.compress(x, context, cache, shared)
         if self.indexer is not None:
             shared = self._select(x, q_latent, frequencies, context, cache, shared)
 
-        kv, indices = self.visible_rows(window_rows, context, cache, shared)
-        context.record(f"{self.name}.all_index", indices)
-        out = self.attend(q, kv, indices, frequencies, context)
+        parts = []
+        for queries in self._query_slices(context, shared):
+            kv, indices = self.visible_rows(window_rows, context, cache, shared, queries)
+            context.record(f"{self.name}.all_index", indices)
+            parts.append(self._sparse(q[:, queries], kv, indices, context))
+        out = self._back_rotated(torch.cat(parts, dim=1), frequencies, context)
         return self.project(out, context), shared, window_rows, groups
 
     def frequencies(self, device: torch.device) -> Tensor:
@@ -93,18 +99,40 @@ class Attention(nn.Module):
         context.record(f"{self.name}.kv", rows)
         return fake_quant_fp8(rows) if context.numerics.fake_quant else rows
 
-    def visible_rows(self, window_rows: Tensor, context: Context, cache: Cache, shared: Shared) -> tuple[Tensor, Tensor]:
-        """Rows that this call's queries may attend to, and for every query which: kv [B, N, K], indices [B, S, k]."""
+    def visible_rows(self, window_rows: Tensor, context: Context, cache: Cache, shared: Shared,
+                     queries: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Rows that queries of this call (all by default) may attend to, and for every query which.
+
+        window_rows [B, S, K] -> kv [B, N, K], indices [B, n, k] for the n tokens of `queries`.
+        """
         ring = cache.windows[self.plan.layer_id].rows
         kv = torch.cat((ring, window_rows), dim=1)
-        indices = window_indices(context.positions, context.starts, ring.shape[1])
+        indices = window_indices(context.positions[:, queries], context.starts, ring.shape[1], context.window_starts)
         if self.plan.kv_source is None:
             return kv, indices
-        return _add_selected(kv, indices, shared.compressed[self.plan.kv_source], shared.selections[self.plan.index_source])
+        selection = shared.selections[self.plan.index_source][:, queries]
+        return _add_selected(kv, indices, Rows.of(shared.compressed[self.plan.kv_source]), selection)
 
     def attend(self, q: Tensor, kv: Tensor, indices: Tensor, frequencies: Tensor, context: Context) -> Tensor:
         """q [B, S, H, K], kv [B, N, K], indices [B, S, k] -> head outputs [B, S, H, K], rotated back."""
-        out = sparse_attn(q, kv, self.attn_sink, indices, self.config.head_dim**-0.5, context.memory_budget)
+        return self._back_rotated(self._sparse(q, kv, indices, context), frequencies, context)
+
+    def _query_slices(self, context: Context, shared: Shared) -> Iterator[slice]:
+        """Slices of this call's tokens whose gathered compressed rows stay within the memory budget."""
+        batch, tokens = context.positions.shape
+        if self.plan.kv_source is None or context.observe is not None:
+            return iter((slice(0, tokens),))
+        row_bytes = BYTES_DECODED * batch * self.config.head_dim
+        known, selected = (Rows.of(shared.compressed[self.plan.kv_source]).count,
+                           shared.selections[self.plan.index_source].shape[2])
+        if known * row_bytes <= context.memory_budget:
+            return iter((slice(0, tokens),))  # at worst the whole store is decoded, once
+        return row_slices(tokens, selected * row_bytes, context.memory_budget)
+
+    def _sparse(self, q: Tensor, kv: Tensor, indices: Tensor, context: Context) -> Tensor:
+        return sparse_attn(q, kv, self.attn_sink, indices, self.config.head_dim**-0.5, context.memory_budget)
+
+    def _back_rotated(self, out: Tensor, frequencies: Tensor, context: Context) -> Tensor:
         context.record(f"{self.name}.out_rotated", out)
         out = rotate(out, context.positions, frequencies, inverse=True)
         context.record(f"{self.name}.out_unrotated", out)
@@ -120,10 +148,9 @@ class Attention(nn.Module):
         context.record(f"{self.name}.out", out)
         return out
 
-    def _compress(self, x: Tensor, frequencies: Tensor, context: Context, cache: Cache, shared: Shared,
-                  ) -> tuple[Groups, Shared]:
-        """Finish groups, stage their rows and index keys in the cache, publish both."""
-        layer_id, name = self.plan.layer_id, f"{self.name}.compressor"
+    def compress(self, x: Tensor, context: Context, cache: Cache, shared: Shared) -> tuple[Groups, Shared]:
+        """Finish groups, stage their rows and index keys in the cache, publish both. x [B, S, D]."""
+        layer_id, name, frequencies = self.plan.layer_id, f"{self.name}.compressor", self.frequencies(x.device)
         groups = self.compressor(x, context, cache.tails.get(layer_id))
         rows = rotate(groups.latent, groups.positions(self.plan.compress_ratio), frequencies)
         if context.numerics.fake_quant:
@@ -143,54 +170,69 @@ class Attention(nn.Module):
                 shared: Shared) -> Shared:
         """Score the source's index keys and publish this layer's selection (and candidate blocks)."""
         plan, config, name = self.plan, self.config, self.indexer.name
-        keys = shared.index_keys[plan.kv_source]
+        keys = Rows.of(shared.index_keys[plan.kv_source])
         if context.as_published_index_keys:
             keys = _published_keys(keys, plan.kv_source, shared, cache)
-        scores = self.indexer.scores(x, q_latent, keys, frequencies, context)
-        context.record(f"{name}.scores", scores)
-        if plan.candidate_role == "publish":
-            candidates = candidate_columns(scores, context.positions, plan.compress_ratio, config.candidate_block_size,
-                                           config.candidate_topk_blocks)
-            context.record(f"{name}.candidates", candidates)
-            shared = shared.publish("candidates", plan.layer_id, candidates)
-        elif plan.candidate_role == "filter":
-            scores = scores.masked_fill(~shared.candidates[config.candidate_source_layer_id], float("-inf"))
-        selection = select_columns(scores, config.index_topk)
+        queries, weights = self.indexer.queries(x, q_latent, frequencies, context)
+        batch, tokens = context.positions.shape
+        row_bytes = SELECTION_BYTES * batch * keys.count
+        budget = context.memory_budget
+        selections, candidates = [], []
+        for rows in row_slices(tokens, row_bytes, budget) if context.observe is None else (slice(0, tokens),):
+            positions = context.positions[:, rows]
+            scores = self.indexer.score(queries[:, rows], weights[:, rows], keys, positions, budget)
+            context.record(f"{name}.scores", scores)
+            if plan.candidate_role == "publish":
+                blocks = candidate_blocks(scores, positions, plan.compress_ratio, config.candidate_block_size,
+                                          config.candidate_topk_blocks)
+                candidates.append(blocks)
+                if context.observe is not None:
+                    context.record(f"{name}.candidates", block_columns(blocks, config.candidate_block_size, keys.count))
+            elif plan.candidate_role == "filter":
+                blocks = shared.candidates[config.candidate_source_layer_id][:, rows]
+                kept = block_columns(blocks, config.candidate_block_size, keys.count)
+                scores = scores.masked_fill(~kept, float("-inf"))
+            selections.append(select_columns(scores, config.index_topk))
+        if candidates:
+            shared = shared.publish("candidates", plan.layer_id, torch.cat(candidates, dim=1))
+        selection = torch.cat(selections, dim=1)
         context.record(f"{name}.topk", selection)
         return shared.publish("selections", plan.layer_id, selection)
 
 
-def window_indices(positions: Tensor, starts: tuple[int, ...], window: int) -> Tensor:
+def window_indices(positions: Tensor, starts: tuple[int, ...], window: int,
+                   window_starts: tuple[int, ...] | None = None) -> Tensor:
     """Where the window of every query lies in [ring (W slots), rows of this call (S)].
 
     positions [B, S] -> [B, S, W] int64: ascending positions max(0, p-W+1) .. p first, then -1. Positions before the call are
-    in slot position mod W of the ring, the others follow it.
+    in slot position mod W of the ring, the others follow it. window_starts[b]: the first position that has a row at all.
     """
     first = (positions - window + 1).clamp_min(0).unsqueeze(-1)
+    if window_starts is not None:
+        first = torch.maximum(first, torch.tensor(window_starts, device=positions.device).view(-1, 1, 1))
     seen = first + torch.arange(window, device=positions.device)  # [B, S, W]
     start = torch.tensor(starts, device=positions.device).view(-1, 1, 1)
     index = torch.where(seen < start, seen % window, window + seen - start)
     return index.masked_fill(seen > positions.unsqueeze(-1), -1)
 
 
-def _add_selected(kv: Tensor, indices: Tensor, compressed: Tensor, selection: Tensor) -> tuple[Tensor, Tensor]:
+def _add_selected(kv: Tensor, indices: Tensor, compressed: Rows, selection: Tensor) -> tuple[Tensor, Tensor]:
     """Append the compressed rows to kv [B, M, K] and their columns to indices [B, S, W].
 
-    Few queries read few rows of a long store, so then only the selected rows are copied.
+    Few queries read few rows of a long store, so then only the selected rows are decoded.
     """
     offset = kv.shape[1]
     batch, queries, count = selection.shape
-    if queries * count < compressed.shape[1]:
-        flat = selection.clamp_min(0).flatten(1)
-        compressed = compressed.gather(1, flat.unsqueeze(-1).expand(-1, -1, kv.shape[-1]))
+    if queries * count < compressed.count:
+        rows = compressed.gather(selection.clamp_min(0).flatten(1))
         column = torch.arange(queries * count, device=kv.device).view(1, queries, count)
     else:
-        column = selection
+        rows, column = compressed.columns(0, compressed.count), selection
     column = (column + offset).masked_fill(selection < 0, -1)
-    return torch.cat((kv, compressed), dim=1), torch.cat((indices, column.expand(batch, -1, -1)), dim=-1)
+    return torch.cat((kv, rows), dim=1), torch.cat((indices, column.expand(batch, -1, -1)), dim=-1)
 
 
-def _published_keys(own: Tensor, source: int, shared: Shared, cache: Cache) -> Tensor:
+def _published_keys(own: Rows, source: int, shared: Shared, cache: Cache) -> Rows:
     """The keys that the official code scores against (revision dba1be0a), for parity runs only.
 
     official: one slot holds the index keys of whichever layer published last, and a layer publishes only in a call that
@@ -199,7 +241,7 @@ def _published_keys(own: Tensor, source: int, shared: Shared, cache: Cache) -> T
     """
     if shared.published in (None, source):
         return own
-    columns = own.shape[1]
+    columns = own.count
     other = cache.index_keys[shared.published].rows[:, :columns]
     # The other source may have fewer rows than this one has columns; the official buffer holds zeros there.
-    return F.pad(other, (0, 0, 0, columns - other.shape[1]))
+    return Rows.of(F.pad(other, (0, 0, 0, columns - other.shape[1])))

@@ -287,6 +287,32 @@ def layer_plan(config: TextConfig) -> tuple[LayerPlan, ...]:
     return tuple(plan)
 
 
+PREFILL_MODES = ("full", "replay", "halo")
+
+
+def prefill_rows(config: TextConfig, mode: str, tokens: int) -> tuple[int, ...]:
+    """How many of the last `tokens` prompt tokens every backbone layer has to run.
+
+    The last KV source is the border between encoder and decoder (report: causal encoder-decoder): all later layers read
+    its compressed rows, which come from the stream that enters it. So it makes them for every token, and apart from that
+    the decoder, from the border on, serves only its own windows and the last logits:
+    "full"    every layer runs every token. The definition.
+    "replay"  the decoder runs the last W tokens. Approximate: their windows begin at the first of them. Report: simulated
+              in training, so the model is used to it.
+    "halo"    the tokens that the last W rows of the deepest window depend on: each layer needs W - 1 more than the next.
+    W is sliding_window. Raises ValueError for another mode.
+    """
+    if mode not in PREFILL_MODES:
+        raise ValueError(f"Planning the prefill: mode must be one of {', '.join(PREFILL_MODES)}, got {mode!r}.")
+    layers, window = config.num_hidden_layers, config.sliding_window
+    border = config.kv_source_layer_ids[-1] if config.kv_source_layer_ids else layers
+    if mode == "full":
+        return (tokens,) * layers
+    halo = window - 1 if mode == "halo" else 0
+    return tuple(tokens if layer_id < border else min(tokens, window + (layers - 1 - layer_id) * halo)
+                 for layer_id in range(layers))
+
+
 # --- reading ---------------------------------------------------------------------------------------------------
 
 _SECTIONS = frozenset({"text_config", "vision_config", "quantization_config"})

@@ -4,18 +4,22 @@
 layers of the same call: compressed rows, index keys, selections, candidate blocks, each under the id of its source
 layer. Nothing here outlives the call; what does is in `cache.py`.
 
+Memory: what grows with tokens times known rows (scores, masks, gathered rows) is made for slices of tokens only, within
+`memory_budget`. A call with an observer is the exception: it holds whole matrices, because they are what is observed.
+
 Mirrors official: the process-wide slots of the official code, made explicit. Tests: tests/test_model.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from inference.cache import Rows
 from inference.numerics import Numerics
 
 # ours: bytes of one score or gather matrix above which rows are processed in slices; bounds memory at long prompts.
@@ -33,7 +37,8 @@ class Context:
     image_mask: Tensor | None = None  # [B, S] bool, True on every position of an image span; None = text only
     observe: Callable[[str, Tensor], None] | None = None  # called with a point name and a tensor
     as_published_index_keys: bool = False
-    memory_budget: int = DEFAULT_MEMORY_BUDGET
+    memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes
+    window_starts: tuple[int, ...] | None = None  # per batch row: first position that has a window row; None = 0
 
     def record(self, name: str, value: Tensor) -> None:
         """Show a tensor to the observer, if there is one."""
@@ -51,20 +56,54 @@ class Context:
         counts = torch.tensor(self.counts, device=self.positions.device)
         return torch.arange(self.positions.shape[1], device=self.positions.device) < counts[:, None]
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether any row of the batch has fewer than S tokens."""
+        return any(count != self.positions.shape[1] for count in self.counts)
+
+    def later(self, firsts: Sequence[int]) -> Context:
+        """The same call without the tokens of each batch row that stand before position firsts[b]."""
+        starts = tuple(min(max(start, first), end) for start, first, end in zip(self.starts, firsts, self.ends))
+        counts = tuple(end - start for end, start in zip(self.ends, starts))
+        device = self.positions.device
+        positions = torch.tensor(starts, device=device)[:, None] + torch.arange(max(counts), device=device)
+        later = dataclasses.replace(self, positions=positions, starts=starts, counts=counts)
+        mask = None if self.image_mask is None else later.pick(self.image_mask, self)
+        return dataclasses.replace(later, image_mask=mask)
+
+    def pick(self, x: Tensor, earlier: Context) -> Tensor:
+        """Of x [B, S, ...], which belongs to the tokens of `earlier`, the rows of this context's tokens."""
+        offset = torch.tensor([a - b for a, b in zip(self.starts, earlier.starts)], device=x.device)
+        index = offset[:, None] + torch.arange(self.positions.shape[1], device=x.device)
+        batch = torch.arange(x.shape[0], device=x.device)[:, None]
+        return x[batch, index.clamp_max(x.shape[1] - 1)]
+
+    def without_padding(self) -> Context:
+        """All real tokens as one batch row, for what treats every token alone. Goes with x[context.valid]."""
+        valid = self.valid
+        mask = None if self.image_mask is None else self.image_mask[valid].unsqueeze(0)
+        return dataclasses.replace(self, positions=self.positions[valid].unsqueeze(0), image_mask=mask, starts=(0,),
+                                   counts=(int(valid.sum()),), window_starts=None)
+
 
 @dataclass(frozen=True)
 class Shared:
     """Published by source layers for later layers of the same call, keyed by the source's layer id."""
 
-    compressed: Mapping[int, Tensor] = field(default_factory=dict)  # [B, N, K] rows of all finished groups
-    index_keys: Mapping[int, Tensor] = field(default_factory=dict)  # [B, N, X]
+    compressed: Mapping[int, Rows] = field(default_factory=dict)  # [B, N, K] rows of all finished groups
+    index_keys: Mapping[int, Rows] = field(default_factory=dict)  # [B, N, X]
     selections: Mapping[int, Tensor] = field(default_factory=dict)  # [B, S, k] int64 ascending, -1 = none
-    candidates: Mapping[int, Tensor] = field(default_factory=dict)  # [B, S, N] bool
+    candidates: Mapping[int, Tensor] = field(default_factory=dict)  # [B, S, n] int64 kept blocks, ascending, -1 = none
     published: int | None = None  # source that published index keys last; read by `as_published_index_keys` alone
 
-    def publish(self, name: str, layer_id: int, value: Tensor) -> Shared:
+    def publish(self, name: str, layer_id: int, value: Tensor | Rows) -> Shared:
         """A copy with `value` under `layer_id` in the mapping called `name`."""
         return dataclasses.replace(self, **{name: {**getattr(self, name), layer_id: value}})
+
+    def pick(self, context: Context, later: Context) -> Shared:
+        """What belongs to the tokens of `context`, for those of `later`; what belongs to rows of a source stays."""
+        return dataclasses.replace(self, **{name: {i: later.pick(value, context) for i, value in getattr(self, name).items()}
+                                            for name in ("selections", "candidates")})
 
 
 def row_slices(rows: int, bytes_per_row: int, budget: int) -> Iterator[slice]:

@@ -144,18 +144,22 @@ def _stage(stage: nn.Module, streams: Tensor, pre: Tensor, cache: Cache, context
         _, q = attn.query(x, frequencies, context)
         block_rows = attn.window_rows(x, frequencies, context)
         ring = cache.windows[stage.plan.layer_id].rows
-        indices = block_indices(context.starts, ring.shape[1], x.shape[1]).to(x.device)
+        held = cache.window_starts(stage.plan.layer_id)
+        indices = block_indices(context.starts, ring.shape[1], x.shape[1], held).to(x.device)
         kv = torch.cat((ring, block_rows), dim=1)
         return attn.project(attn.attend(q, kv, indices, frequencies, context), context)
 
     return stage.sublayers(streams, pre, attention, context)
 
 
-def block_indices(starts: tuple[int, ...], window: int, block: int) -> Tensor:
-    """[B, block, window + block] int64: per row the ring slots of the last `window` positions, oldest first, then the block."""
+def block_indices(starts: tuple[int, ...], window: int, block: int, held: tuple[int, ...] | None = None) -> Tensor:
+    """[B, block, window + block] int64: per row the ring slots of the last `window` positions, oldest first, then the block.
+
+    held: per row the first position that the ring has at all (0 by default).
+    """
     rows = []
-    for start in starts:
-        seen = torch.arange(max(0, start - window), start)
+    for start, first in zip(starts, held or (0,) * len(starts)):
+        seen = torch.arange(min(start, max(first, start - window)), start)
         absent = torch.full((window - len(seen),), -1, dtype=torch.int64)
         rows.append(torch.cat((seen % window, absent, window + torch.arange(block))))
     return torch.stack(rows).unsqueeze(1).expand(-1, block, -1)

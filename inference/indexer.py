@@ -23,12 +23,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from inference.cache import Rows
 from inference.compressor import Groups
 from inference.config import LayerPlan, TextConfig
 from inference.context import Context, row_slices
 from inference.layers import Linear, RMSNorm
 from inference.quant import fake_quant_fp4_e8m0
 from inference.rope import rotate
+
+# ours: bytes that decoding one channel of a packed row takes for a moment (look-up, float32 product, cast).
+BYTES_DECODED = 16
+MIN_COLUMNS = 1024  # ours: smaller slices of columns would cost more in overhead than they save
 
 
 class Indexer(nn.Module):
@@ -47,8 +52,13 @@ class Indexer(nn.Module):
         keys = rotate(keys, groups.positions(self.plan.compress_ratio), frequencies)
         return fake_quant_fp4_e8m0(keys) if context.numerics.fake_quant else keys
 
-    def scores(self, x: Tensor, q_latent: Tensor, keys: Tensor, frequencies: Tensor, context: Context) -> Tensor:
+    def scores(self, x: Tensor, q_latent: Tensor, keys: Tensor | Rows, frequencies: Tensor, context: Context) -> Tensor:
         """x [B, S, D], q_latent [B, S, Q], keys [B, N, X] -> [B, S, N], activation dtype; unseen groups are -inf."""
+        queries, weights = self.queries(x, q_latent, frequencies, context)
+        return self.score(queries, weights, keys, context.positions, context.memory_budget)
+
+    def queries(self, x: Tensor, q_latent: Tensor, frequencies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """x [B, S, D], q_latent [B, S, Q] -> rotated queries [B, S, J, X] and head weights [B, S, J]."""
         heads, width = self.config.index_n_heads, self.config.index_head_dim
         queries = self.wq_b(q_latent, context.numerics).unflatten(-1, (heads, width))
         queries = rotate(queries, context.positions, frequencies)
@@ -56,13 +66,26 @@ class Indexer(nn.Module):
             queries = fake_quant_fp4_e8m0(queries)
         context.record(f"{self.name}.q", queries)
         # The factor is a power of two at the released shapes, so scaling is exact there.
-        weights = self.weights_proj(x, context.numerics) * (width**-0.5 * heads**-0.5)
+        return queries, self.weights_proj(x, context.numerics) * (width**-0.5 * heads**-0.5)
+
+    def score(self, queries: Tensor, weights: Tensor, keys: Tensor | Rows, positions: Tensor, budget: int) -> Tensor:
+        """queries [B, S, J, X], weights [B, S, J], keys [B, N, X], positions [B, S] -> [B, S, N]; unseen groups are -inf.
+
+        Keys are decoded, and products made, for slices of columns and of rows of at most `budget` bytes.
+        """
+        keys = Rows.of(keys)
+        batch, rows, heads, width = queries.shape
+        columns = min(keys.count, max(MIN_COLUMNS, budget // (batch * width * BYTES_DECODED)))
         # A slice holds the [heads, columns] products of a row about three times.
-        row_bytes = 3 * queries.shape[0] * heads * keys.shape[1] * queries.element_size()
-        parts = [_weighted_scores(queries[:, rows], weights[:, rows], keys)
-                 for rows in row_slices(queries.shape[1], row_bytes, context.memory_budget)]
-        visible = visible_groups(context.positions, self.plan.compress_ratio, keys.shape[1])
-        return torch.cat(parts, dim=1).masked_fill(~visible, float("-inf"))
+        row_bytes = 3 * batch * heads * columns * queries.element_size()
+        parts = []
+        for first in range(0, keys.count, max(1, columns)):
+            some = keys.columns(first, min(first + columns, keys.count))
+            parts.append(torch.cat([_weighted_scores(queries[:, part], weights[:, part], some)
+                                    for part in row_slices(rows, row_bytes, budget)], dim=1))
+        scores = torch.cat(parts, dim=2) if parts else queries.new_zeros(batch, rows, 0)
+        visible = visible_groups(positions, self.plan.compress_ratio, keys.count)
+        return scores.masked_fill(~visible, float("-inf"))
 
 
 def _weighted_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -101,7 +124,21 @@ def select_columns(scores: Tensor, count: int) -> Tensor:
 
 
 def candidate_columns(scores: Tensor, positions: Tensor, ratio: int, block_size: int, keep: int) -> Tensor:
-    """Columns of the kept candidate blocks. scores [B, S, N] with unseen columns at -inf -> [B, S, N] bool.
+    """Columns of the kept candidate blocks. scores [B, S, N] with unseen columns at -inf -> [B, S, N] bool."""
+    blocks = candidate_blocks(scores, positions, ratio, block_size, keep)
+    return block_columns(blocks, block_size, scores.shape[-1])
+
+
+def block_columns(blocks: Tensor, block_size: int, columns: int) -> Tensor:
+    """Block ids [B, S, n], -1 for none -> the columns in them, [B, S, columns] bool."""
+    count = -(-columns // block_size)
+    kept = torch.zeros(*blocks.shape[:-1], count + 1, dtype=torch.bool, device=blocks.device)  # -1 goes to the last entry
+    kept = kept.scatter(-1, blocks.masked_fill(blocks < 0, count), True)[..., :count]
+    return kept.repeat_interleave(block_size, dim=-1)[..., :columns]
+
+
+def candidate_blocks(scores: Tensor, positions: Tensor, ratio: int, block_size: int, keep: int) -> Tensor:
+    """Kept candidate blocks. scores [B, S, N] with unseen columns at -inf -> [B, S, min(keep, blocks)] int64 ascending, -1.
 
     official: the last block is padded with -inf; the block of the newest visible column is kept whatever its score.
     """
@@ -112,5 +149,4 @@ def candidate_columns(scores: Tensor, positions: Tensor, ratio: int, block_size:
     visible = (positions + 1) // ratio
     newest = ((visible - 1) // block_size).clamp_min(0).unsqueeze(-1)  # [B, S, 1]
     pinned = (torch.arange(blocks, device=scores.device) == newest) & (visible > 0).unsqueeze(-1)
-    kept = top_columns(block_scores.masked_fill(pinned, float("inf")), keep)
-    return kept.repeat_interleave(block_size, dim=-1)[..., :columns]
+    return select_columns(block_scores.masked_fill(pinned, float("inf")), keep)

@@ -8,6 +8,7 @@ Interface
     model = inference.load(path)          see checkpoint.py
     cache = model.new_cache(batch_size)
     out = model(input_ids, cache)         out.logits [B, S, V] float32; the cache advances by S
+    The loop around it (prefill in chunks, sampling, drafts and their verification) is in decoding.py.
 Names
     Parameters and submodules are called as in the checkpoint: model.layers[2].attn.indexer.wq_b.weight.
 Mirrors
@@ -18,7 +19,8 @@ Tests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from inference import dspark
 from inference.attention import Attention
 from inference.cache import Cache, Pending
+from inference.compressor import Groups
 from inference.config import Config, LayerPlan, TextConfig, layer_plan
 from inference.context import DEFAULT_MEMORY_BUDGET, Context, Shared
 from inference.engram import Engram, NgramHash
@@ -80,10 +83,18 @@ class Layer(nn.Module):
         context.record(f"{name}.mid", streams)
         pre = mixes.pre_next
         mixes = self._recorded_mixes("ffn", streams, pre, context)
-        y = self.ffn(self.ffn_norm(collapse(streams, pre)), context)
+        y = self._feed_forward(self.ffn_norm(collapse(streams, pre)), context)
         streams = expand(streams, y, mixes)
         context.record(f"{name}.out", streams)
         return streams, mixes.pre_next
+
+    def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
+        """x [B, S, D] -> [B, S, D]. Padding goes through no expert: one that only padding chose would be read for nothing."""
+        if not context.is_padded:
+            return self.ffn(x, context)
+        valid = context.valid
+        y = self.ffn(x[valid].unsqueeze(0), context.without_padding())
+        return torch.zeros_like(x).index_put((valid,), y.squeeze(0))
 
     def mixes(self, kind: str, streams: Tensor) -> Mixes:
         """Coefficients of the "attn" or "ffn" sub-layer from the streams that enter it, [B, S, C, D]."""
@@ -129,34 +140,56 @@ class Model(nn.Module):
             for name in ("image_start", "image_end", "image_newline"):
                 self.register_parameter(name, empty_parameter(text.hidden_size))
 
-    def new_cache(self, batch_size: int = 1) -> Cache:
-        """Memory for `batch_size` sequences, on the device of the model, at position 0."""
-        return Cache(self.config, self.plan, batch_size, self.numerics.dtype, self.norm.weight.device)
+    def new_cache(self, batch_size: int = 1, kind: str | None = None) -> Cache:
+        """Memory for `batch_size` sequences, on the device of the model, at position 0.
+
+        kind: "packed" (codes and scales) or "bf16" (plain values), with the same results bit for bit; by default packed
+        where the rows are fake-quantized. Raises ValueError for "packed" without fake quantization.
+        """
+        if kind == "packed" and not self.numerics.fake_quant:
+            raise ValueError("Making a cache: kind 'packed' stores codes and scales, but this model was loaded with "
+                             "fake_quant=False, so its rows have none. Use kind='bf16', or load with fake_quant=True.")
+        kind = kind or ("packed" if self.numerics.fake_quant else "bf16")
+        return Cache(self.config, self.plan, batch_size, self.numerics.dtype, self.norm.weight.device, kind)
 
     def forward(self, input_ids: Tensor, cache: Cache, *, token_types: Tensor | None = None,
-                images: Sequence[Sequence[ImageInput]] | None = None, last_only: bool = False, commit: bool = True,
+                images: Sequence[Sequence[ImageInput]] | None = None, image_rows: Sequence[Tensor | None] | None = None,
+                lengths: Sequence[int] | None = None, first_positions: Mapping[int, Sequence[int]] | None = None,
+                last_only: bool = False, text_only: bool = False, commit: bool = True,
                 observe: Observer | None = None) -> Output:
-        """Run S more tokens of every sequence and advance the cache.
+        """Run up to S more tokens of every sequence and advance the cache.
 
-        input_ids [B, S] int64; B is the cache's batch size. The call starts at the cache's position; S is any number from 1 on.
-        token_types [B, S] int64 and images: see image_processor.py; needed when the prompt has image spans.
-        last_only: logits of the last token alone. commit=False leaves the cache for `cache.commit(out.pending, counts)`.
+        input_ids [B, S] int64; B is the cache's batch size. Every row starts at its own position; S is any number from 1 on.
+        lengths: per row how many of its S ids are tokens (all by default, 0 allowed); the rest is padding on the right,
+        which changes nothing: outputs there are meaningless.
+        token_types [B, S] int64 and images: see image_processor.py; needed when the call has image spans. A call that has
+        only part of a span gets image_rows instead: per row the embeddings [n, D] of its n span positions in this call
+        (slices of `self.image_rows`), or None.
+        first_positions: layer id -> per row the first position that this layer and those after it run (the prefill skip
+        of config.prefill_rows); from the border layer on. Logits are those of the last layer's tokens.
+        last_only: logits of each row's last token alone. text_only: the ids are what the model has written, so even the
+        image id, should it write one, is a text token (official: images can only be in the prompt). commit=False leaves the cache for `cache.commit(out.pending, counts)`.
         Raises ValueError for ids outside the vocabulary, a wrong batch, or more tokens than max_position_embeddings.
         """
-        self._check(input_ids, cache)
+        counts = self._check(input_ids, cache, lengths)
         batch, tokens = input_ids.shape
         text = self.config.text_config
         starts = torch.tensor(cache.lengths, device=input_ids.device)
-        image_mask = self._image_mask(input_ids, token_types, images)
         context = Context(
             self.numerics, positions=starts[:, None] + torch.arange(tokens, device=input_ids.device),
-            starts=cache.lengths, counts=(tokens,) * batch, image_mask=image_mask, observe=observe,
+            starts=cache.lengths, counts=counts, observe=observe,
             as_published_index_keys=self.as_published_index_keys, memory_budget=self.memory_budget)
+        if context.is_padded:
+            input_ids = input_ids.masked_fill(~context.valid, 0)
+            token_types = None if token_types is None else token_types.masked_fill(~context.valid, TEXT)
+        image_mask = None if text_only else self._image_mask(input_ids, counts, token_types, images, image_rows)
+        context = dataclasses.replace(context, image_mask=image_mask)
+        skip = self._check_skip(first_positions, batch)
         context.record("ids", input_ids)
         if image_mask is not None:
             context.record("image_mask", image_mask)
 
-        embedded = self._embed(input_ids, images, context)
+        embedded = self._embed(input_ids, images, image_rows, context)
         context.record("embed", embedded)
         folded, hash_ids = None, {}
         if self.engram_hash is not None:
@@ -166,42 +199,80 @@ class Model(nn.Module):
                         for plan in self.plan if plan.engram_slot is not None}
 
         streams = embedded.unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
-        pre, shared = first_pre(streams), Shared(published=cache.published)
-        windows, tails, targets = {}, {}, []
-        for layer in self.layers:
-            layer_id = layer.plan.layer_id
-            context.record(f"{layer.plan.name}.in", streams)
-            if layer.plan.is_draft_target and self.mtp:
-                targets.append(dspark.conditioning(streams))
-            if layer.engram is not None:
-                streams = layer.engram(streams, hash_ids[layer_id], context)
-
-            def attention(x: Tensor) -> Tensor:
-                nonlocal shared
-                y, shared, windows[layer_id], groups = layer.attn(x, context, cache, shared)
-                if groups is not None and groups.tail is not None:
-                    tails[layer_id] = groups.tail
-                return y
-
-            streams, pre = layer.sublayers(streams, pre, attention, context)
-
+        streams, pre, last, target, pending = self._run_layers(streams, hash_ids, context, cache, skip)
         context.record("head.pre", pre)
         if last_only:
-            streams, pre = streams[:, -1:], pre[:, -1:]
+            final = last.later([end - 1 for end in last.ends])
+            streams, pre = final.pick(streams, last), final.pick(pre, last)
         hidden = collapse(streams, pre)
         context.record("head.collapsed", hidden)
         hidden = self.norm(hidden)
         context.record("norm", hidden)
         logits = self.head(hidden, self.numerics)
         context.record("logits", logits)
-        main_hidden = None
-        if targets:
-            main_hidden = torch.cat(targets, dim=-1)
-            windows.update(dspark.context_rows(self.mtp, main_hidden, context))
-        pending = Pending(context.starts, context.counts, windows, tails, folded, shared.published)
+        main_hidden, windows = None, {**pending.windows}
+        if target is not None:
+            main_hidden, rows_of = target
+            windows.update(dspark.context_rows(self.mtp, main_hidden, rows_of))
+        pending = dataclasses.replace(pending, windows=windows, folded_ids=folded)
         if commit:
             cache.commit(pending)
         return Output(logits, main_hidden, pending)
+
+    def _run_layers(self, streams: Tensor, hash_ids: Mapping[int, Tensor], context: Context, cache: Cache,
+                    skip: Mapping[int, Sequence[int]],
+                    ) -> tuple[Tensor, Tensor, Context, tuple[Tensor, Context] | None, Pending]:
+        """All backbone layers. streams [B, S, C, D]; hash_ids by Engram layer; skip: first positions by layer.
+
+        Returns what leaves the last layer (streams, pre vector, their context), the draft conditioning with its context, and
+        what is to be committed. Contexts differ from the call's only where layers skipped tokens.
+        """
+        whole, windows, tails, skipped, targets = context, {}, {}, {}, []
+        pre, shared = first_pre(streams), Shared(published=cache.published)
+
+        def keep(groups: Groups | None, source: int) -> None:
+            if groups is not None and groups.tail is not None:
+                tails[source] = groups.tail
+
+        for layer in self.layers:
+            layer_id = layer.plan.layer_id
+            if layer_id in skip:
+                if layer.attn.compressor is not None:
+                    # The border: every token gives its compressed row and index key, only the later ones run the layer.
+                    groups, shared = layer.attn.compress(layer.attn_norm(collapse(streams, pre)), context, cache, shared)
+                    keep(groups, layer_id)
+                later = context.later(skip[layer_id])
+                streams, pre, shared = later.pick(streams, context), later.pick(pre, context), shared.pick(context, later)
+                context = later
+                skipped[layer_id] = tuple(start - first for start, first in zip(context.starts, whole.starts))
+            starts = zip(skipped.get(layer_id, whole.counts), context.starts, cache.window_starts(layer_id))
+            context = dataclasses.replace(context, window_starts=tuple(
+                start if layer_id in skipped and skip else kept for skip, start, kept in starts))
+            if layer.plan.is_draft_target and self.mtp:
+                targets.append((dspark.conditioning(streams), context))
+            if not any(context.counts):
+                continue
+            context.record(f"{layer.plan.name}.in", streams)
+            if layer.engram is not None:
+                streams = layer.engram(streams, context.pick(hash_ids[layer_id], whole), context)
+
+            def attention(x: Tensor) -> Tensor:
+                nonlocal shared
+                y, shared, windows[layer_id], groups = layer.attn(x, context, cache, shared)
+                keep(groups, layer_id)
+                return y
+
+            streams, pre = layer.sublayers(streams, pre, attention, context)
+
+        target = None
+        if targets:
+            last = targets[-1][1]  # of all targets the one that skipped most
+            target = torch.cat([last.pick(part, own) for part, own in targets], dim=-1), last
+            if skip:
+                gone = tuple(start - first for start, first in zip(last.starts, whole.starts))
+                skipped.update({stage.plan.layer_id: gone for stage in self.mtp})
+        return streams, pre, context, target, Pending(whole.starts, whole.counts, windows, tails, None, shared.published,
+                                                      skipped)
 
     def draft(self, anchor: Tensor, cache: Cache, choose: dspark.Choose | None = None,
               observe: Observer | None = None) -> dspark.Draft:
@@ -211,54 +282,99 @@ class Model(nn.Module):
         """
         if not self.mtp:
             raise ValueError("Drafting: this checkpoint has no draft stages (num_nextn_predict_layers is 0).")
+        if anchor.shape != (cache.batch_size,):
+            raise ValueError(f"Drafting: wanted one anchor for each of the {cache.batch_size} sequences, got "
+                             f"{list(anchor.shape)}.")
         context = Context(self.numerics, positions=anchor.unsqueeze(1), starts=cache.lengths, counts=(1,) * len(anchor),
                           observe=observe, memory_budget=self.memory_budget)
         return dspark.draft(self.mtp, self.embed, self.head, anchor, cache, context, self.config.text_config,
                             choose or (lambda logits: logits.argmax(-1)))
 
-    def _check(self, input_ids: Tensor, cache: Cache) -> None:
+    def _check(self, input_ids: Tensor, cache: Cache, lengths: Sequence[int] | None) -> tuple[int, ...]:
+        """Tokens per row. Raises ValueError for a call that cannot run."""
         text = self.config.text_config
         if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
             raise ValueError(f"Running the model: input_ids must be [B, S] int64 with S >= 1, got "
                              f"{list(input_ids.shape)} {input_ids.dtype}.")
-        if input_ids.shape[0] != cache.batch_size:
-            raise ValueError(f"Running the model: {input_ids.shape[0]} rows of ids for a cache of {cache.batch_size} "
+        batch, tokens = input_ids.shape
+        if batch != cache.batch_size:
+            raise ValueError(f"Running the model: {batch} rows of ids for a cache of {cache.batch_size} "
                              "sequences. Make the cache with model.new_cache(batch_size).")
-        low, high = int(input_ids.min()), int(input_ids.max())
+        counts = (tokens,) * batch if lengths is None else tuple(int(length) for length in lengths)
+        if len(counts) != batch or not all(0 <= count <= tokens for count in counts) or not any(counts):
+            raise ValueError(f"Running the model: lengths must be {batch} numbers from 0 to {tokens}, not all 0, got "
+                             f"{list(counts)}.")
+        real = input_ids if lengths is None else torch.cat([row[:count] for row, count in zip(input_ids, counts)])
+        low, high = int(real.min()), int(real.max())
         if low < 0 or high >= text.vocab_size:
             raise ValueError(f"Running the model: token id {low if low < 0 else high} is outside the vocabulary "
                              f"0..{text.vocab_size - 1}. Use the tokenizer of this checkpoint.")
-        end = max(cache.lengths) + input_ids.shape[1]
+        end = max(length + count for length, count in zip(cache.lengths, counts))
         if end > text.max_position_embeddings:
             raise ValueError(f"Running the model: {end} tokens, but max_position_embeddings is "
                              f"{text.max_position_embeddings}. Shorten the prompt or the completion.")
+        return counts
 
-    def _image_mask(self, input_ids: Tensor, token_types: Tensor | None,
-                    images: Sequence[Sequence[ImageInput]] | None) -> Tensor | None:
+    def _check_skip(self, first_positions: Mapping[int, Sequence[int]] | None, batch: int) -> Mapping[int, Sequence[int]]:
+        """first_positions with every layer from the first one on. Raises ValueError where a layer would lack its input."""
+        if not first_positions:
+            return {}
+        border = self.config.text_config.kv_source_layer_ids[-1:]
+        ids = sorted(first_positions)
+        if not border or ids != list(range(border[0], len(self.layers))):
+            raise ValueError(f"Running the model: first_positions must name the layers from the last KV source "
+                             f"({border[0] if border else 'there is none'}) to the end, got {ids}. Use config.prefill_rows.")
+        previous = [0] * batch
+        for layer_id in ids:
+            firsts = list(first_positions[layer_id])
+            if len(firsts) != batch or any(first < before for first, before in zip(firsts, previous)):
+                raise ValueError(f"Running the model: first_positions of layer {layer_id} must be {batch} positions, none "
+                                 f"before that of the layer above it, got {firsts}.")
+            previous = firsts
+        return first_positions
+
+    def _image_mask(self, input_ids: Tensor, counts: Sequence[int], token_types: Tensor | None,
+                    images: Sequence[Sequence[ImageInput]] | None, image_rows: Sequence[Tensor | None] | None,
+                    ) -> Tensor | None:
         """[B, S] bool of span positions, or None for text. Raises ValueError when ids, types and images disagree."""
         if self.config.vision_config is None:
-            if token_types is not None or images is not None:
+            if token_types is not None or images is not None or image_rows is not None:
                 raise ValueError("Running the model: images were given, but the configuration has no vision_config.")
             return None
         batch = input_ids.shape[0]
-        images = [[]] * batch if images is None else images
-        if len(images) != batch:
-            raise ValueError(f"Running the model: images for {len(images)} sequences, ids for {batch}. Give one list of "
-                             "images per sequence, empty where there is none.")
+        if images is not None and image_rows is not None:
+            raise ValueError("Running the model: give images or image_rows, not both.")
+        for name, given in (("images", images), ("image_rows", image_rows)):
+            if given is not None and len(given) != batch:
+                raise ValueError(f"Running the model: {name} for {len(given)} sequences, ids for {batch}. Give one entry "
+                                 "per sequence, empty where there is none.")
         if token_types is not None and token_types.shape != input_ids.shape:
             raise ValueError(f"Running the model: token_types {list(token_types.shape)} for input_ids "
                              f"{list(input_ids.shape)}; they must have one shape.")
-        for row in range(batch):
-            types = None if token_types is None else token_types[row].tolist()
-            validate_token_types(input_ids[row].tolist(), types, images[row], self.config.image_token_id)
+        for row, count in enumerate(counts):
+            ids = input_ids[row, :count].tolist()
+            types = None if token_types is None else token_types[row, :count].tolist()
+            if image_rows is None:
+                validate_token_types(ids, types, [] if images is None else images[row], self.config.image_token_id)
+                continue
+            rows = 0 if image_rows[row] is None else len(image_rows[row])
+            spans = [False] * count if types is None else [kind != TEXT for kind in types]
+            if sum(spans) != rows or spans != [token == self.config.image_token_id for token in ids]:
+                raise ValueError(f"Running the model: sequence {row} has {sum(spans)} positions of image types, "
+                                 f"{ids.count(self.config.image_token_id)} image ids and {rows} image_rows; the three must "
+                                 "agree. Cut ids, types and rows at the same places.")
         return None if token_types is None or bool((token_types == TEXT).all()) else token_types != TEXT
 
-    def _embed(self, input_ids: Tensor, images: Sequence[Sequence[ImageInput]] | None, context: Context) -> Tensor:
+    def _embed(self, input_ids: Tensor, images: Sequence[Sequence[ImageInput]] | None,
+               image_rows: Sequence[Tensor | None] | None, context: Context) -> Tensor:
         """[B, S, D]: table rows, with the rows of every image span in place of its placeholders."""
         embedded = self.embed(input_ids, self.numerics)
         if context.image_mask is None:
             return embedded
-        spans = [self.image_rows(image, context.observe) for row in images for image in row]
+        if image_rows is None:
+            spans = [self.image_rows(image, context.observe) for row in images for image in row]
+        else:
+            spans = [rows.to(embedded.dtype) for rows in image_rows if rows is not None]
         return embedded.masked_scatter(context.image_mask.unsqueeze(-1), torch.cat(spans))
 
     def image_rows(self, image: ImageInput, observe: Observer | None = None) -> Tensor:

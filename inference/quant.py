@@ -211,8 +211,16 @@ def as_words(tensor: Tensor) -> Tensor:
 def decode_fp8_blocks(weight: Tensor, scale: Tensor) -> Tensor:
     """Dense FP8: weight [R, C] float8_e4m3fn, scale [ceil(R/32), ceil(C/32)] E8M0, one scale per 32x32 tile -> BF16."""
     rows, columns = weight.shape
-    factor = e8m0_to_float(scale).repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
-    return (weight.to(torch.float32) * factor).to(torch.bfloat16)
+    values = _tiles(weight.to(torch.float32)) * e8m0_to_float(scale)[:, None, :, None]
+    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].to(torch.bfloat16)
+
+
+def _tiles(values: Tensor) -> Tensor:
+    """values [R, C] -> [ceil(R/32), 32, ceil(C/32), 32], padded with zeros."""
+    rows, columns = values.shape
+    if rows % 32 or columns % 32:
+        values = torch.nn.functional.pad(values, (0, -columns % 32, 0, -rows % 32))
+    return values.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))
 
 
 def decode_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
@@ -226,7 +234,13 @@ def decode_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 def decode_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:
     """MXFP4: weight [..., C/2] packed codes (or [..., C/8] uint32 words, MLX mxfp4), scale [..., C/32] E8M0 -> BF16."""
-    return dequantize_groups(e2m1_decode(unpack_nibbles(weight)), e8m0_to_float(scale), torch.bfloat16)
+    return dequantize_groups(_nibble_values(weight), e8m0_to_float(scale), torch.bfloat16)
+
+
+def _nibble_values(packed: Tensor) -> Tensor:
+    """[..., n] bytes or words to the values of their E2M1 codes, float32. One look-up per byte, for two values."""
+    pairs = e2m1_decode(unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=packed.device))).view(256, 2)
+    return pairs[packed.contiguous().view(torch.uint8).to(torch.int64)].flatten(-2)
 
 
 def decode_nvfp4(weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
@@ -235,7 +249,7 @@ def decode_nvfp4(weight: Tensor, scale: Tensor, global_scale: Tensor) -> Tensor:
     The global scale multiplies, it is no reciprocal. code * scale has at most 6 significant bits, so the float32
     product is rounded at most once, by the global scale.
     """
-    values = dequantize_groups(e2m1_decode(unpack_nibbles(weight)), scale.to(torch.float32), torch.float32)
+    values = dequantize_groups(_nibble_values(weight), scale.to(torch.float32), torch.float32)
     return (values * global_scale).to(torch.bfloat16)
 
 
@@ -276,8 +290,7 @@ def _check_multiple(values: Tensor, group: int, format_name: str) -> None:
 def encode_fp8_blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     """values [R, C] -> codes [R, C] float8_e4m3fn, scale [ceil(R/32), ceil(C/32)] float8_e8m0fnu, one per tile."""
     rows, columns = values.shape
-    padded = torch.nn.functional.pad(values.to(torch.float32), (0, -columns % 32, 0, -rows % 32))
-    tiles = padded.unflatten(1, (-1, 32)).unflatten(0, (-1, 32))  # [tile rows, 32, tile columns, 32]
+    tiles = _tiles(values.to(torch.float32))
     scale, stored = _weight_scale(tiles.abs().amax((1, 3)), E4M3_MAX)
     codes = (tiles / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).flatten(0, 1).flatten(1, 2)
     return codes[:rows, :columns].contiguous().to(torch.float8_e4m3fn), stored
@@ -443,5 +456,5 @@ class PackedWeight:
 
 
 def _take_rows(tensor: Tensor, index: Tensor) -> Tensor:
-    """tensor[index] for one-byte dtypes whose indexing torch does not implement: gather the bytes, view them back."""
+    """tensor[index] for dtypes whose indexing torch may not implement (FP8, uint32): gather the bytes, view them back."""
     return tensor.view(torch.uint8)[index].view(tensor.dtype)

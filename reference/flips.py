@@ -106,7 +106,7 @@ class Arbiter:
             columns = scores.shape[-1]
             reverse = (columns - 1 - select(scores.flip(-1), count)).sort(-1).values  # highest column first among equals
             reverse = reverse.masked_fill(reverse == columns, -1)
-            rows, other = chosen.reshape(-1, chosen.shape[-1]), reverse.reshape(-1, chosen.shape[-1])
+            rows, other = chosen.flatten(0, -2), reverse.flatten(0, -2)
             for row in (rows != other).any(-1).nonzero().flatten().tolist():
                 index = [int(i) for i in torch.unravel_index(torch.tensor(row), chosen.shape[:-1])]
                 self.close.append(Decision(call, row, 0.0, f"selection after {self._point} {index}"))
@@ -116,28 +116,28 @@ class Arbiter:
         return decide
 
 
-def explain(run: Callable[[Arbiter], tuple[float, str | None]], most: int = 4, tries: int = 60,
-            ) -> tuple[float, tuple[Decision, ...]]:
+def explain(run: Callable[[Arbiter], tuple[int, str | None]], most: int = 4, tries: int = 60,
+            ) -> tuple[str | None, tuple[Decision, ...]]:
     """Find close decisions that, taken the other way, bring a run within its bounds.
 
-    run(arbiter) runs the model with the arbiter active and returns its excess (above 1: out of bounds) and the first point
-    that is out of bounds. Greedy: of the close decisions before that point, closest first, the one that lowers the excess most
-    is kept, then the next, at most `most`. Returns the final excess and the decisions taken, none if none helped.
+    run(arbiter) runs the model with the arbiter active and returns how many points agreed before the first that did not,
+    and that point (None when all agree). Greedy: of the close decisions before that point, closest first, the one that takes the
+    run furthest is kept, then the next, at most `most`. Returns the first point still out of bounds and the decisions taken.
     """
     first = Arbiter()
-    excess, point = run(first)
+    agreed, point = run(first)
     taken: tuple[Decision, ...] = ()
     while point is not None and len(taken) < most:
         before = first.calls.get(point, math.inf)
         close = sorted((d for d in first.close if d.call < before and d not in taken), key=lambda d: abs(d.nudge))
-        best: tuple[float, str | None, Decision] | None = None
+        best: tuple[int, str | None, Decision] | None = None
         for decision in close[:tries]:
             attempt, where = run(Arbiter((*taken, decision)))
-            if best is None or attempt < best[0]:
+            if best is None or attempt > best[0]:
                 best = (attempt, where, decision)
             if where is None:
                 break
-        if best is None or best[0] >= excess:
+        if best is None or best[0] <= agreed:
             break
-        excess, point, taken = best[0], best[1], (*taken, best[2])
-    return excess, taken
+        agreed, point, taken = best[0], best[1], (*taken, best[2])
+    return point, taken

@@ -38,8 +38,7 @@ def compare_selections(actual: Tensor, expected: Tensor, scores: Tensor | None, 
     scores [..., N]: what was selected from. `equal`; `tie`: the sets differ among columns of exactly one score;
     `near-tie`: among columns whose scores differ by less than `tolerance` (absolute); otherwise `different`.
     """
-    width = actual.shape[-1]
-    a, b = actual.reshape(-1, width), expected.reshape(-1, width)
+    a, b = actual.flatten(0, -2), expected.flatten(0, -2)
     rows = (a.sort(-1).values != b.sort(-1).values).any(-1).nonzero().flatten().tolist()
     if not rows:
         return "equal", ""

@@ -21,10 +21,11 @@ Tests: tests/test_verify.py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,12 +144,12 @@ def _check_prefill(name: str, model: Model, tensors: dict[str, Tensor], entry: d
     images = None if token_types is None else [_images(tensors)]
     points = _points(tensors, entry)
     _check_tokens(model, input_ids, token_types, points)
-    grafted = _compare_all(prefill_points(model, Recorded(points), input_ids, token_types, images), points, _bound(model))
+    grafted = list(_compare_each(prefill_points(model, Recorded(points), input_ids, token_types, images), points, _bound(model)))
     missed = set(points) - {compared.name for compared in grafted}
     if missed:
         raise NotComparable(f"this model has no point called {sorted(missed)[0]} ({len(missed)} such points)")
 
-    def run(arbiter: Arbiter) -> list[tuple[str, Tensor]]:
+    def run(arbiter: Arbiter) -> Iterator[tuple[str, Tensor]]:
         seen: dict[str, Tensor] = {}
 
         def observe(point: str, value: Tensor) -> None:
@@ -160,7 +161,7 @@ def _check_prefill(name: str, model: Model, tensors: dict[str, Tensor], entry: d
 
         with arbiter.active():
             model(input_ids, model.new_cache(len(input_ids)), token_types=token_types, images=images, observe=observe)
-        return list(seen.items())
+        yield from seen.items()
 
     return _judge(name, model, points, grafted, run)
 
@@ -186,9 +187,9 @@ def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry
         return cache, out
 
     cache, out = prompt(Arbiter())
-    grafted = _compare_all(draft_points(model, Recorded(points), anchor, cache, out.main_hidden), points, _bound(model))
+    grafted = list(_compare_each(draft_points(model, Recorded(points), anchor, cache, out.main_hidden), points, _bound(model)))
 
-    def run(arbiter: Arbiter) -> list[tuple[str, Tensor]]:
+    def run(arbiter: Arbiter) -> Iterator[tuple[str, Tensor]]:
         seen: dict[str, Tensor] = {}
 
         def observe(point: str, value: Tensor) -> None:
@@ -200,7 +201,7 @@ def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry
             model(input_ids[:, :last], cache, observe=arbiter.observe)
             model(input_ids[:, last:last + 1], cache, observe=observe)
             model.draft(anchor, cache, observe=observe)
-        return list(seen.items())
+        yield from seen.items()
 
     return _judge(name, model, points, grafted, run)
 
@@ -211,23 +212,22 @@ def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: di
         raise ValueError(f"Verifying {name}: the manifest gives split {split!r} for {input_ids.shape[1]} tokens.")
     points = {point: value for point, value in tensors.items() if point != "input_ids"}
 
-    def run(arbiter: Arbiter) -> list[tuple[str, Tensor]]:
-        found, cache = [], model.new_cache(len(input_ids))
+    def run(arbiter: Arbiter) -> Iterator[tuple[str, Tensor]]:
+        cache = model.new_cache(len(input_ids))
         with arbiter.active():
             for step in range(split - 1, input_ids.shape[1]):
                 prefix = "prefill" if step == split - 1 else f"step{step}"
                 ids = input_ids[:, :split] if step == split - 1 else input_ids[:, step:step + 1]
                 out = model(ids, cache, observe=arbiter.observe)
-                found.append((f"{prefix}.logits", out.logits[:, -1]))
+                arbiter.mark(f"{prefix}.logits")
+                yield f"{prefix}.logits", out.logits[:, -1]
                 if out.main_hidden is not None:
-                    found.append((f"{prefix}.mtp.main_hidden", out.main_hidden))
-                for point, _ in found[-2:]:
-                    arbiter.mark(point)
+                    arbiter.mark(f"{prefix}.mtp.main_hidden")
+                    yield f"{prefix}.mtp.main_hidden", out.main_hidden
                 if f"{prefix}.mtp.logits" in points:
                     draft = model.draft(points[f"{prefix}.logits"].argmax(-1), cache, observe=arbiter.observe)
-                    found += [(f"{prefix}.mtp.{part}", value) for part, value in (
-                        ("logits", draft.logits), ("confidence", draft.confidence), ("draft_ids", draft.ids))]
-        return found
+                    for part, value in (("logits", draft.logits), ("confidence", draft.confidence), ("draft_ids", draft.ids)):
+                        yield f"{prefix}.mtp.{part}", value
 
     missed = set(points) - {point for point, _ in run(Arbiter())}
     if missed:
@@ -245,7 +245,7 @@ CHECKERS: dict[str, Callable[[str, Model, dict[str, Tensor], dict], Verdict]] = 
 
 
 def _judge(name: str, model: Model, points: dict[str, Tensor], grafted: list[Compared],
-           run: Callable[[Arbiter], list[tuple[str, Tensor]]]) -> Verdict:
+           run: Callable[[Arbiter], Iterator[tuple[str, Tensor]]]) -> Verdict:
     """Verdict from the module-by-module comparison and from end-to-end runs."""
     exact = model.numerics.dtype == torch.float32
     bound = FLOAT32_BOUND if exact else NATIVE_END_BOUND
@@ -253,47 +253,52 @@ def _judge(name: str, model: Model, points: dict[str, Tensor], grafted: list[Com
         if compared.excess > 1:
             return Verdict(name, DIVERGED, f"From recorded inputs, first out of bounds at {compared.name}: "
                            f"{compared.detail}.", compared.error, compared.name)
-    last: list[Compared] = []
+    def attempt(arbiter: Arbiter) -> tuple[int, str | None]:
+        agreed = 0
+        with contextlib.closing(run(arbiter)) as computed:
+            for compared in _compare_each(computed, points, bound):
+                if compared.excess > 1:
+                    return agreed, compared.name
+                agreed += 1
+        return agreed, None
 
-    def attempt(arbiter: Arbiter) -> tuple[float, str | None]:
-        last[:] = _compare_all(run(arbiter), points, bound)
-        out = next((compared.name for compared in last if compared.excess > 1), None)
-        return max(compared.excess for compared in last), out
-
-    attempt(Arbiter())
-    plain = list(last)
+    plain = list(_compare_each(run(Arbiter()), points, bound))
     first = next((compared for compared in plain if compared.excess > 1), None)
     notes, text = [], f"{len(plain)} points end to end"
     if grafted:
         text += f", {len(grafted)} from recorded inputs"
     if first is not None:
-        excess, taken = explain(attempt)
-        final = list(last) if not taken else _compare_all(run(Arbiter(taken)), points, bound)
-        if excess <= 1:
-            plain = final
+        # One flip moves a point by a little, a tie in BF16 by up to the sanity bound; more is no rounding.
+        small = first.error <= (FLIP_BOUND if exact else NATIVE_END_BOUND)
+        left, taken = explain(attempt) if small else (first.name, ())
+        backbone = [compared for compared in plain if "mtp." not in compared.name]
+        if left is None:
+            plain = list(_compare_each(run(Arbiter(taken)), points, bound))
             notes = [f"legitimate flip: {decision}; taken the other way, all points agree" for decision in taken]
             text += f", {len(taken)} legitimate flip(s)"
-        elif grafted and first.error <= FLIP_BOUND and max(c.error for c in plain) <= FLIP_BOUND:
+        elif grafted and max(compared.error for compared in plain) <= FLIP_BOUND:
             notes = [f"end to end out of bounds from {first.name} on (largest error {max(c.error for c in plain):.2g}); "
                      "absent from recorded inputs, so rounding flips, not located one by one"]
-        elif not exact and all(c.excess <= 1 for c in plain if ".mtp." not in f".{c.name}"):
+        elif not exact and all(compared.excess <= 1 for compared in backbone):
             notes = [f"drafts differ from {first.name} on: rounding in the backbone, amplified by the draft head"]
-            plain = [compared for compared in plain if ".mtp." not in f".{compared.name}"]
+            plain = backbone
         else:
+            if taken:  # some of the differences were flips; what is left is the finding
+                rest = _compare_each(run(Arbiter(taken)), points, bound)
+                first = next(compared for compared in rest if compared.excess > 1)
+                notes = [f"legitimate flip: {decision}" for decision in taken]
             return Verdict(name, DIVERGED, f"End to end, first out of bounds at {first.name}: {first.detail}.",
-                           first.error, first.name)
+                           first.error, first.name, notes)
     worst = max((*grafted, *plain), key=lambda compared: compared.error)
     return Verdict(name, EQUAL, text + ".", worst.error, worst.name, notes)
 
 
-def _compare_all(computed: Iterable[tuple[str, Tensor]], points: dict[str, Tensor], bound: float) -> list[Compared]:
+def _compare_each(computed: Iterable[tuple[str, Tensor]], points: dict[str, Tensor], bound: float) -> Iterator[Compared]:
     """Compare computed points with the recorded ones of the same name, in the order in which they are computed."""
-    results = []
     for point, value in computed:
         if point in points:
             scores = points.get(point.removesuffix("topk") + "scores") if point.endswith(".topk") else None
-            results.append(compare(point, value, points[point], bound, scores))
-    return results
+            yield compare(point, value, points[point], bound, scores)
 
 
 def _bound(model: Model) -> float:
@@ -353,12 +358,16 @@ def _search_token(model: Model, input_ids: Tensor, split: int, points: dict[str,
     position = int(off.any(0).nonzero()[0])
     row = int(off[:, position].nonzero()[0])
     errors = []
-    for tokens in torch.arange(vocabulary).split(128):
+    candidates = torch.arange(vocabulary)
+    if model.config.vision_config is not None:
+        candidates = candidates[candidates != model.config.image_token_id]  # cannot stand in a text prompt
+    for tokens in candidates.split(128):
         ids = torch.cat((input_ids[row, :position].expand(len(tokens), -1), tokens[:, None]), dim=1)
         tried = model(ids, model.new_cache(len(ids))).main_hidden[:, -1].to(torch.float64)
         errors.append((tried - recorded[row, position]).norm(dim=-1) / recorded[row, position].norm())
-    best = int(torch.cat(errors).argmin())
-    if float(torch.cat(errors)[best]) < 1e-2 and best != int(input_ids[row, position]):
+    smallest = int(torch.cat(errors).argmin())
+    best = int(candidates[smallest])
+    if float(torch.cat(errors)[smallest]) < 1e-2 and best != int(input_ids[row, position]):
         raise NotComparable(f"input_ids[{row}, {position}] is {int(input_ids[row, position])}, but the trace was "
                             f"computed from token {best} there")
 
