@@ -3,6 +3,7 @@
 #
 #   INPUT_FILE=example.txt ./run.sh       complete the prompts of a file (as given, or under inference/examples/)
 #   ./run.sh pytest                       run the tests
+#   ./run.sh notebooks                    open Jupyter in notebooks/
 #   ./run.sh <command ...>                run any command in the environment, from this folder
 #
 # Settings of the first form, each like the flag of inference.generate: CKPT, INPUT_FILE, MAX_NEW_TOKENS, TEMPERATURE, TOP_P,
@@ -27,6 +28,7 @@ fi
 export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 if [ $# -gt 0 ]; then
   cd "$root"
+  if [ "$1" = notebooks ]; then shift; exec jupyter lab notebooks "$@"; fi
   exec "$@"
 fi
 
