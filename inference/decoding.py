@@ -97,6 +97,7 @@ class Stats:
     """What a generation did so far."""
 
     rounds: tuple[Round, ...]
+    sequences: int
     new_tokens: int  # of all sequences
     prefill: str  # mode; the approximate one says so
     layer_rows: int  # layers times prompt tokens that the prefill ran
@@ -123,9 +124,11 @@ class Stats:
 
     @property
     def saved_calls(self) -> int:
-        """Calls that token-by-token decoding would have made for the same tokens beyond these; per sequence, summed."""
-        sequences = len({entry.row for entry in self.rounds})
-        return max(0, self.new_tokens - sequences - len(self.rounds)) if self.rounds else 0
+        """Calls that token-by-token decoding would have made for the same tokens beyond these; per sequence, summed.
+
+        The first token of a sequence comes from its prefill.
+        """
+        return max(0, self.new_tokens - self.sequences) - len(self.rounds)
 
     def line(self) -> str:
         """One line for people."""
@@ -176,7 +179,8 @@ def _check(model: Model, prompts: Sequence[Prompt], settings: Settings, generato
 class Generation:
     """A running generation; `generate` makes it. Iterating runs it; between two steps everything can be read.
 
-    An exception inside a step (an interrupt, say) leaves everything as it was before the step, so iterating may go on.
+    An exception inside a step (an interrupt, say) leaves everything but the random generator as it was before the step, so
+    iterating may go on.
     """
 
     def __init__(self, model: Model, prompts: Sequence[Prompt], settings: Settings, generator: Generators,
@@ -197,17 +201,23 @@ class Generation:
         while not self._ready:
             if all(self.stopped_by):
                 raise StopIteration
-            with torch.no_grad():
-                if not any(self.tokens):
-                    self._prefill()
-                else:
-                    self._round()
+            before = self.cache.state, list(self.tokens), list(self.stopped_by), list(self.rounds)
+            try:
+                with torch.no_grad():
+                    self._round() if any(self.tokens) else self._prefill()
+            except BaseException:  # an interrupt too: a step is taken whole or not at all
+                state, self.tokens, self.stopped_by, self.rounds = before
+                self._ready.clear()
+                if self.cache.state is not state:
+                    self.cache.restore(state)
+                raise
         return self._ready.popleft()
 
     @property
     def stats(self) -> Stats:
         mode = self.settings.prefill + (" (approximate)" if self.settings.prefill == "replay" else "")
-        return Stats(tuple(self.rounds), sum(map(len, self.tokens)), mode, self.layer_rows, self.full_layer_rows)
+        return Stats(tuple(self.rounds), len(self.tokens), sum(map(len, self.tokens)), mode, self.layer_rows,
+                     self.full_layer_rows)
 
     def _prefill(self) -> None:
         lengths = [len(prompt.ids) for prompt in self._prompts]
@@ -233,7 +243,7 @@ class Generation:
         sent_rows = torch.tensor(sent, device=device)
         accepted, bonus = accept(self._law(out.logits), draft_law, ids[:, 1:], sent_rows, self._randomness)
         new = [[*row[:count], last] for row, count, last in zip(ids[:, 1:].tolist(), accepted.tolist(), bonus.tolist())]
-        new = [self._cut(row, tokens) if active[row] else [] for row, tokens in enumerate(new)]
+        new = [self._up_to_end(tokens) if goes_on else [] for tokens, goes_on in zip(new, active)]
         # The newest token is in no cache yet: the call's anchor and all new tokens but the last are.
         self.cache.commit(out.pending, [len(tokens) for tokens in new])
         for row in range(batch):
@@ -268,12 +278,10 @@ class Generation:
     def _draw(self, weights: Tensor) -> Tensor:
         return draw(weights, self._randomness)
 
-    def _cut(self, row: int, tokens: list[int]) -> list[int]:
-        """New tokens up to the first end marker and the largest number of new tokens."""
-        for count, token in enumerate(tokens, 1):
-            if token in self.stop_ids or len(self.tokens[row]) + count == self.settings.max_new_tokens:
-                return tokens[:count]
-        return tokens
+    def _up_to_end(self, tokens: list[int]) -> list[int]:
+        """New tokens up to the first end marker. That they are not too many is seen to by `_sent`."""
+        ends = [count for count, token in enumerate(tokens, 1) if token in self.stop_ids]
+        return tokens[:ends[0]] if ends else tokens
 
     def _emit(self, row: int, tokens: list[int]) -> None:
         self.tokens[row] = [*self.tokens[row], *tokens]
@@ -326,7 +334,7 @@ def prefill(model: Model, prompts: Sequence[Prompt], cache: Cache, mode: str = "
     """Run prompts of any lengths into the cache, in calls of at most `chunk_size` tokens each.
 
     Returns the logits after every prompt's last token, [B, V] float32. Afterwards drafting is possible at once: the draft
-    rings are filled along the way. mode: see config.prefill_rows.
+    rings are filled along the way. mode: see config.prefill_rows. Interrupted, the cache holds the calls that were done.
     """
     device, text = model.norm.weight.device, model.config.text_config
     lengths = [len(prompt.ids) for prompt in prompts]

@@ -8,8 +8,8 @@ What it computes
     heads         base logits from the backbone's vocabulary head; a Markov head adds a bias that depends on the previous
                   token, left to right; a confidence head reads [un-normed hidden ; Markov embedding]
 Mirrors
-    official: the draft classes of the inference code; DSpark paper. The official repository has this forward only: the
-    loop around it (verify, accept, roll back) is not part of this file.
+    official: the draft classes of the inference code; DSpark paper. The official repository has this forward only;
+    the loop around it (verify, accept, roll back) is decoding.py.
 Tests
     tests/test_dspark.py, golden draft traces through `python -m reference.verify`
 """
@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inference.cache import Cache
@@ -116,7 +115,10 @@ def draft(stages: nn.ModuleList, embed: Embedding, head: Linear, anchor: Tensor,
 
 
 def draft_heads(last: nn.Module, head: Linear, hidden: Tensor, anchor: Tensor, context: Context, choose: Choose) -> Draft:
-    """Base logits, then token by token: Markov bias, confidence, choice. hidden [B, G, D]: collapsed output of the last stage."""
+    """Base logits, then token by token: Markov bias, confidence, choice.
+
+    hidden [B, G, D]: collapsed output of the last stage.
+    """
     base_logits = head(last.norm(hidden), context.numerics)
     context.record("mtp.base_logits", base_logits)
     ids, logits, confidence = [anchor], [], []

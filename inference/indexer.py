@@ -144,6 +144,7 @@ def candidate_blocks(scores: Tensor, positions: Tensor, ratio: int, block_size: 
     """
     columns = scores.shape[-1]
     blocks = -(-columns // block_size)
+    scores = scores.masked_fill(scores.isnan(), float("-inf"))  # a maximum would pass NaN on and drop its whole block
     padded = torch.nn.functional.pad(scores, (0, blocks * block_size - columns), value=float("-inf"))
     block_scores = padded.unflatten(-1, (blocks, block_size)).amax(-1)
     visible = (positions + 1) // ratio

@@ -168,7 +168,8 @@ class Model(nn.Module):
         first_positions: layer id -> per row the first position that this layer and those after it run (the prefill skip
         of config.prefill_rows); from the border layer on. Logits are those of the last layer's tokens.
         last_only: logits of each row's last token alone. text_only: the ids are what the model has written, so even the
-        image id, should it write one, is a text token (official: images can only be in the prompt). commit=False leaves the cache for `cache.commit(out.pending, counts)`.
+        image id, should it write one, is a text token (official: images can only be in the prompt).
+        commit=False leaves the cache for `cache.commit(out.pending, counts)`.
         Raises ValueError for ids outside the vocabulary, a wrong batch, or more tokens than max_position_embeddings.
         """
         counts = self._check(input_ids, cache, lengths)
@@ -182,6 +183,8 @@ class Model(nn.Module):
         if context.is_padded:
             input_ids = input_ids.masked_fill(~context.valid, 0)
             token_types = None if token_types is None else token_types.masked_fill(~context.valid, TEXT)
+        if text_only and any(given is not None for given in (token_types, images, image_rows)):
+            raise ValueError("Running the model: text_only says that there are no images, but some were given.")
         image_mask = None if text_only else self._image_mask(input_ids, counts, token_types, images, image_rows)
         context = dataclasses.replace(context, image_mask=image_mask)
         skip = self._check_skip(first_positions, batch)
@@ -245,9 +248,11 @@ class Model(nn.Module):
                 streams, pre, shared = later.pick(streams, context), later.pick(pre, context), shared.pick(context, later)
                 context = later
                 skipped[layer_id] = tuple(start - first for start, first in zip(context.starts, whole.starts))
-            starts = zip(skipped.get(layer_id, whole.counts), context.starts, cache.window_starts(layer_id))
+            # A row of the batch that skipped tokens has window rows from its first token in this layer on, no older ones.
+            gone = skipped.get(layer_id, (0,) * len(whole.starts))
             context = dataclasses.replace(context, window_starts=tuple(
-                start if layer_id in skipped and skip else kept for skip, start, kept in starts))
+                start if count else kept for count, start, kept in
+                zip(gone, context.starts, cache.window_starts(layer_id))))
             if layer.plan.is_draft_target and self.mtp:
                 targets.append((dspark.conditioning(streams), context))
             if not any(context.counts):

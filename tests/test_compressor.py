@@ -1,12 +1,10 @@
 """Compressor (inference/compressor.py) against the scalar oracle: group borders, chunks, uneven rows, precision.
 
-Every test runs a one-layer model whose layer 0 owns a compressor, and reads what the compressor got (`attn.in`) and made
-(`compressor.latent`), so that the memory between calls takes part.
+Every test runs a one-layer model whose layer 0 owns a compressor, and reads what the compressor got (`attn.in`) and
+made (`compressor.latent`), so that the memory between calls takes part.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inference.config import Config, TextConfig
+from inference.context import Context
 from inference.model import Model
 from inference.numerics import Numerics
 from reference.metrics import relative_l2
@@ -34,9 +33,9 @@ def fill(module: nn.Module) -> None:
 
 
 def one_layer(ratio: int, numerics: str = "float32") -> Model:
-    text = TextConfig(hidden_size=64, moe_intermediate_size=32, head_dim=32, q_lora_rank=32, num_attention_heads=2,
-                      num_hidden_layers=1, compress_ratios=(ratio,), kv_source_layer_ids=(0,), index_source_layer_ids=(0,),
-                      candidate_source_layer_id=None, o_groups=1)
+    text = TextConfig(num_hidden_layers=1, compress_ratios=(ratio,), kv_source_layer_ids=(0,),
+                      index_source_layer_ids=(0,), candidate_source_layer_id=None, hidden_size=64,
+                      moe_intermediate_size=32, head_dim=32, q_lora_rank=32)
     model = Model(Config(text_config=text), Numerics.of(numerics))
     fill(model)
     return model
@@ -103,7 +102,7 @@ def test_rows_at_different_positions(ratio: int, kept: tuple[int, int]) -> None:
 
     What the rejected tokens would have pooled must not appear, and each row equals the sequence run alone.
     """
-    model, cache, first, second = one_layer(ratio), None, tokens(2, 5), tokens(2, 2 * ratio)
+    model, first, second = one_layer(ratio), tokens(2, 5), tokens(2, 2 * ratio)
     cache = model.new_cache(2)
     out = model(first, cache, commit=False)
     cache.commit(out.pending, kept)
@@ -118,20 +117,10 @@ def test_rows_at_different_positions(ratio: int, kept: tuple[int, int]) -> None:
 
 def test_padding_of_a_short_row_stays_out() -> None:
     """Pitfall 10: NaN behind a row's tokens reaches no finished group of any row."""
-    model, cache = one_layer(2), None
-    cache, points = model.new_cache(2), {}
-    attn, x = model.layers[0].attn, torch.randn(2, 5, 64)
+    model, x = one_layer(2), torch.randn(2, 5, 64)
     x[1, 3:] = float("nan")
-
-    def intercept(module, arguments):
-        contexts.append(arguments[1])
-
-    contexts = []
-    handle = attn.compressor.register_forward_pre_hook(intercept)
-    model(tokens(2, 5), cache, observe=points.__setitem__, commit=False)
-    handle.remove()
-    context = dataclasses.replace(contexts[0], counts=(5, 3))
-    groups = attn.compressor(x, context, cache.tails[0])
+    context = Context(model.numerics, positions=torch.arange(5).expand(2, 5), starts=(0, 0), counts=(5, 3))
+    groups = model.layers[0].attn.compressor(x, context, model.new_cache(2).tails[0])
     assert list(groups.counts) == [2, 1]
     for row, count in enumerate((5, 3)):
         assert relative_l2(groups.latent[row, :count // 2], wanted_latents(model, x[row, :count])) < 1e-5

@@ -1,7 +1,7 @@
 """Engram (inference/engram.py): constants and hash ids of the release, the look-back, and the gate.
 
-Hash ids are compared with recorded ones (real 129,280-token vocabulary, released layout), with Python integers and with the
-oracle; the gate with the oracle's scalar form.
+Hash ids are compared with recorded ones (real 129,280-token vocabulary, released layout), with Python integers and
+with the oracle; the gate with the oracle's scalar form.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_few_released_ids_by_heart(released_hash) -> None:
 
 
 def test_products_fit_into_int64(released, released_hash) -> None:
-    """Pitfall 37: the largest class times the largest multiplier in Python integers, torch and NumPy; float64 loses it."""
+    """Pitfall 37: largest class times largest multiplier in Python integers, torch and NumPy; float64 loses it."""
     largest = released.engram_compressed_vocab_size - 1
     bound = (2**63 - 1) // released.engram_compressed_vocab_size // 2
     assert bound == 46_539_438_283_891
@@ -152,7 +152,7 @@ def test_other_tokenizer_is_refused(nano_config, nano_hash) -> None:
     for wrong in (merged, split, folded[:-1]):
         with pytest.raises(ValueError, match="tokenizer folds.*classes.*use the tokenizer of this checkpoint"):
             NgramHash(text, wrong)
-    with pytest.raises(ValueError, match="engram_num_embeddings says 661 rows for layer 1, but its primes .* sum to 660"):
+    with pytest.raises(ValueError, match="engram_num_embeddings says 661 rows for layer 1, but its primes .* to 660"):
         NgramHash(dataclasses.replace(text, engram_num_embeddings=(661, 864)), folded)
 
 
@@ -187,7 +187,7 @@ def test_image_stops_the_look_back(nano_hash, image: set[int], pads: dict[int, i
 
 
 def test_nothing_before_an_image_matters_after_it(nano_hash) -> None:
-    """Pitfall 36 B: tokens 0 .. 2 move no hash from 4 on. A look-back that skips the image (wrong variant) would move some."""
+    """Pitfall 36 B: tokens 0 .. 2 move no hash from 4 on; a look-back that skips the image (wrong variant) does."""
     first, second = torch.tensor([[1, 2, 3, DEAD, 20, 21, 22, 23]]), torch.tensor([[7, 8, 9, DEAD, 20, 21, 22, 23]])
     hashes = [nano_hash.hash_ids(folded, nothing_before(), 0) for folded in (first, second)]
     assert torch.equal(hashes[0][:, 3:], hashes[1][:, 3:])
@@ -218,8 +218,8 @@ def test_short_text_equals_the_oracle(nano_hash, nano_config) -> None:
         for slot in range(2):
             got = nano_hash.hash_ids(folded, nothing_before(3), slot)
             for row in range(3):
-                wanted = oracle.hash_ids(folded[row].tolist(), nano_hash.pad, nano_hash.multipliers[slot], primes[slot], 2)
-                assert got[row].tolist() == wanted.tolist()
+                factors, classes = nano_hash.multipliers[slot], folded[row].tolist()
+                assert got[row].tolist() == oracle.hash_ids(classes, nano_hash.pad, factors, primes[slot], 2).tolist()
             wrong = nano_hash.hash_ids(folded, torch.zeros(3, 3, dtype=torch.int64), slot)
             assert not torch.equal(wrong[:, 0], got[:, 0])
 
@@ -235,11 +235,11 @@ def recorded_hashes(nano, cache, ids: Tensor, **options) -> tuple[dict[int, Tens
 
 @pytest.mark.parametrize("cut", range(1, 7))
 def test_cut_prompt_gives_the_same_hash_ids(nano, cut: int) -> None:
-    """Pitfall 35: cut after 1 .. 6 tokens, two different rows. An empty history (wrong variant) differs after the cut."""
+    """Pitfall 35: cut after 1 .. 6 tokens, two different rows; an empty history (wrong variant) differs there."""
     ids = torch.stack((torch.arange(30, 42), torch.arange(300, 312)))
     whole, _ = recorded_hashes(nano, nano.new_cache(2), ids)
     cache = nano.new_cache(2)
-    parts = [recorded_hashes(nano, cache, ids[:, part])[0] for part in (slice(0, cut), slice(cut, cut + 1), slice(cut + 1, 12))]
+    parts = [recorded_hashes(nano, cache, part)[0] for part in ids.split((cut, 1, 11 - cut), dim=1)]
     forgotten, _ = recorded_hashes(nano, nano.new_cache(2), ids[:, cut:])
     for slot, layer in enumerate((1, 4)):
         alone = nano.engram_hash.hash_ids(nano.engram_hash.fold(ids, None), nothing_before(2), slot)
@@ -249,8 +249,9 @@ def test_cut_prompt_gives_the_same_hash_ids(nano, cut: int) -> None:
 
 
 def test_rejected_tokens_leave_no_trace(nano) -> None:
-    """Pitfall 35: a call of 6 tokens of which each row keeps another number; then the hash continues from the kept ones."""
-    start, tried, after = torch.arange(30, 40).view(2, 5), torch.arange(400, 412).view(2, 6), torch.arange(200, 208).view(2, 4)
+    """Pitfall 35: of a call of 6 tokens each row keeps another number; the hash continues from the kept ones."""
+    start, tried, after = (first + torch.arange(2 * size).view(2, size)
+                           for first, size in ((30, 5), (400, 6), (200, 4)))
     kept, cache = (2, 5), nano.new_cache(2)
     recorded_hashes(nano, cache, start)
     _, out = recorded_hashes(nano, cache, tried, commit=False)
@@ -315,7 +316,7 @@ def test_gate_and_update_equal_the_oracle() -> None:
 
 @pytest.mark.parametrize(("sign", "wanted"), [(1, 1e-3), (-1, -1e-3), (0, 1e-3)])
 def test_gate_floor_and_sign(sign: int, wanted: float) -> None:
-    """|dot| is raised to 1e-6 before the root and its sign copied; +0 counts as positive. sign(0) = 0 would give 0.5."""
+    """|dot| is raised to 1e-6 before the root and its sign copied; +0 is positive, sign(0) = 0 would give 0.5."""
     engram, context, streams, ids = random_engram()
     streams = torch.ones_like(streams)
     engram.wkv.weight.fill_(0.01)
@@ -340,7 +341,7 @@ def test_gate_is_a_signed_root() -> None:
 
 
 def test_tiny_streams_use_the_norm_epsilon() -> None:
-    """Pitfall 27: at amplitude 1e-11 the gate follows 1e-20; with 1e-6 (wrong variant) every dot product would vanish."""
+    """Pitfall 27: at amplitude 1e-11 the gate follows 1e-20; with 1e-6 (wrong variant) the dot products vanish."""
     engram, context, streams, ids = random_engram()
     weights = {name: parameter.double().numpy() for name, parameter in engram.named_parameters()}
     arguments = ((1e-11 * streams[0].double()).numpy(), ids[0].numpy(), np.zeros(6, bool), weights, "")

@@ -1,7 +1,7 @@
 """Single operations against recorded numbers (reference/golden/ops.safetensors).
 
-The numbers were computed with an independent transcription of the published arithmetic: quantizers and hyper-connections
-as the kernels round them, attention and rotation frequencies in float64.
+The numbers were computed with an independent transcription of the published arithmetic: quantizers and
+hyper-connections as the kernels round them, attention and rotation frequencies in float64.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from inference.config import Config, layer_plan
-from inference.hyper_connections import split_mixes
+from inference.hyper_connections import Mixes, split_mixes
 from inference.kernel import sparse_attn
 from inference.quant import fake_quant_fp4_e4m3, fake_quant_fp4_e8m0, fake_quant_fp8
 from inference.rope import rope_frequencies
@@ -60,13 +60,15 @@ def test_sparse_attention(ops) -> None:
 
 def test_hyper_connection_mixes(ops) -> None:
     """pre, post and comb after 20 Sinkhorn rounds; one unit in the last place is the measured difference."""
-    mixes = split_mixes(ops["hc.mixes"], ops["hc.base"], ops["hc.scale"], copies=4, rounds=20, eps=1e-6)
+    def split(rounds: int = 20, eps: float = 1e-6) -> Mixes:
+        return split_mixes(ops["hc.mixes"], ops["hc.base"], ops["hc.scale"], 4, rounds, eps)
+
+    mixes = split()
     for got, name in ((mixes.pre_next, "pre"), (mixes.post, "post"), (mixes.comb, "comb")):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, ops[f"hc.{name}"], rtol=1e-6, atol=1e-7)
-    for changed in ({"rounds": 1}, {"eps": 1e-20}):  # wrong variants
-        other = split_mixes(ops["hc.mixes"], ops["hc.base"], ops["hc.scale"], **{"copies": 4, "rounds": 20, "eps": 1e-6} | changed)
-        assert not torch.allclose(other.comb, ops["hc.comb"], rtol=1e-6, atol=1e-7)
+    for wrong in (split(rounds=1), split(eps=1e-20)):
+        assert not torch.allclose(wrong.comb, ops["hc.comb"], rtol=1e-6, atol=1e-7)
     assert not torch.allclose(mixes.comb.mT, ops["hc.comb"], rtol=1e-2)
 
 

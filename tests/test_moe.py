@@ -1,4 +1,4 @@
-"""Router and experts (inference/moe.py) against float64, with the choices that other ports got wrong as wrong variants."""
+"""Router and experts (inference/moe.py) against float64; what other ports got wrong is kept as wrong variants."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fill(module: nn.Module) -> None:
         if parameter.dim() == 2:
             values = values / parameter.shape[-1] ** 0.5 * (6 if name.endswith(("w1.weight", "w3.weight")) else 1)
         else:
-            values = 0.3 * values
+            values = 0.1 * values
         parameter.copy_(values)
 
 
@@ -59,7 +59,7 @@ def gate_for(logits: list[float], bias: list[float] | None = None, bias_vl: list
 def test_scores_of_extreme_logits() -> None:
     """Pitfall 31: sqrt(log(1 + exp(x))) at -20, -200, 90 against float64; the naive float32 form is 0 at -20.
 
-    At -200 float32 has no number left (3.7e-44 is below its square), so the tolerance there is absolute.
+    At -200 the softplus (1e-87) underflows float32, so the tolerance there is absolute.
     """
     logits = [-200.0, -20.0, -3.0, 0.0, 15.0, 20.5, 90.0]
     gate, x = gate_for(logits)
@@ -83,7 +83,7 @@ def test_weights_of_tiny_scores() -> None:
 
 
 def test_bias_chooses_and_never_weighs() -> None:
-    """Pitfall 31: a large bias on experts 3 and 1 makes them the choice; their weights are those of the plain scores."""
+    """Pitfall 31: a large bias on experts 3 and 1 makes them the choice; their weights are of the plain scores."""
     logits = [2.0, 0.5, 1.0, -1.0]
     gate, x = gate_for(logits, bias=[0.0, 50.0, 0.0, 60.0])
     _, ids, weights = gate(x, None)
@@ -109,15 +109,18 @@ def test_choice_is_made_in_float32() -> None:
 def test_router_logits_are_a_float32_product() -> None:
     """Pitfall 32: BF16 input and weight, float32 product. A BF16 product (wrong variant) makes other choices."""
     moe = make_moe(n_routed_experts=64, num_experts_per_tok=6)
-    x = torch.randn(200, 64).bfloat16()
-    _, ids, _ = moe.gate(x, None)
-    logits = x.double() @ moe.gate.weight.double().T
-    wanted = oracle.route(x.double().numpy(), moe.gate.weight.double().numpy(), moe.gate.bias.double().expand(200, -1).numpy(),
-                          6, 1.5)
-    assert ids.tolist() == wanted[0].tolist()
-    assert relative_l2(moe.gate(x, None)[2], torch.from_numpy(wanted[1])) < 1e-6
-    narrow = F.softplus(logits.bfloat16().double()).sqrt() + moe.gate.bias
-    assert narrow.topk(6).indices.sort(-1).values.tolist() != ids.tolist()
+    x = torch.randn(1000, 64).bfloat16()
+    _, ids, weights = moe.gate(x, None)
+    matrix, bias = moe.gate.weight.double(), moe.gate.bias.double()
+    arrays = (values.numpy() for values in (x.double(), matrix, bias.expand(1000, -1)))
+    wanted_ids, wanted_weights, biased = oracle.route(*arrays, 6, 1.5)
+    best = torch.from_numpy(biased).topk(7).values
+    clear = best[:, 5] - best[:, 6] > 1e-6  # float32 may decide closer ones the other way
+    assert clear.sum() > 950
+    assert torch.equal(ids[clear], torch.from_numpy(wanted_ids)[clear].long())
+    assert relative_l2(weights[clear], torch.from_numpy(wanted_weights)[clear]) < 1e-6
+    narrow = F.softplus((x.double() @ matrix.T).bfloat16().double()).sqrt() + bias
+    assert not torch.equal(narrow.topk(6).indices.sort(-1).values[clear], ids[clear])
 
 
 def test_image_bias_replaces_the_text_bias() -> None:
@@ -172,10 +175,10 @@ def test_shared_expert_is_clamped_like_the_routed_ones() -> None:
 
 def test_moe_equals_the_oracle() -> None:
     """Every expert is chosen by some token, both clamps act, and tokens inside an image span use the other bias."""
-    moe, x = make_moe(), torch.randn(1, 30, 64)
-    mask = torch.arange(30)[None] % 3 == 0
+    moe, x = make_moe(), torch.randn(1, 60, 64)
+    mask = torch.arange(60)[None] % 3 == 0
     points: dict[str, Tensor] = {}
-    out = moe(x, context(FLOAT32, 30, image_mask=mask, observe=points.__setitem__))
+    out = moe(x, context(FLOAT32, 60, image_mask=mask, observe=points.__setitem__))
     weights = {name: parameter.double().numpy() for name, parameter in moe.named_parameters()}
     bias = torch.where(mask[0].unsqueeze(-1), moe.gate.bias_vl, moe.gate.bias).double().numpy()
     rows = x[0].double().numpy()
@@ -188,7 +191,7 @@ def test_moe_equals_the_oracle() -> None:
         assert relative_l2(torch.from_numpy(oracle.moe(rows, ids, expert_weights, weights, "", limit)), wanted) > 1e-2
 
 
-def native_output(moe: MoE, x: Tensor, weight_first: bool = True, order: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
+def native_output(moe: MoE, x: Tensor, weight_first: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
     """The MoE in plain steps, token by token: x [n, D] BF16. The arguments make wrong variants."""
     def run(expert: Expert, token: Tensor, weight: float | Tensor) -> Tensor:
         gate = expert.w1(token, NATIVE).float().clamp_max(10)
@@ -200,11 +203,11 @@ def native_output(moe: MoE, x: Tensor, weight_first: bool = True, order: int = 1
     _, ids, weights = moe.gate(x, None)
     rows = []
     for token in range(len(x)):
-        total = torch.zeros(64, dtype=dtype)
-        for slot in range(ids.shape[1])[::order]:
-            total = total + run(moe.experts[int(ids[token, slot])], x[token:token + 1], weights[token, slot])[0].to(dtype)
-        rows.append((total + run(moe.shared_experts, x[token:token + 1], 1.0)[0].to(dtype)).bfloat16())
-    return torch.stack(rows)
+        row, total = x[token:token + 1], torch.zeros(1, 64, dtype=dtype)
+        for expert_id, weight in zip(ids[token].tolist(), weights[token]):
+            total = total + run(moe.experts[expert_id], row, weight).to(dtype)
+        rows.append((total + run(moe.shared_experts, row, 1.0).to(dtype)).bfloat16())
+    return torch.cat(rows)
 
 
 def test_native_output_step_by_step() -> None:
@@ -244,7 +247,8 @@ def test_experts_are_added_in_ascending_order() -> None:
     for parameter in moe.shared_experts.parameters():
         parameter.zero_()
     large, small, negative = (constant_expert(2 * value) for value in (2.0**27, 1.0, -(2.0**27)))  # all weights are 0.5
-    for experts, wanted in (((large, small, negative), 0.0), ((large, negative, small), 1.0), ((small, large, negative), 0.0)):
+    orders = {0.0: (large, small, negative), 1.0: (large, negative, small)}
+    for wanted, experts in orders.items():
         moe.experts = nn.ModuleList(experts)
         out = moe(torch.ones(1, 1, 64), context(FLOAT32, 1)).flatten()
         assert out.tolist() == pytest.approx([wanted] * 64, rel=1e-2)

@@ -43,7 +43,7 @@ def points(nano_dir) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_activation_dtype(points) -> None:
-    """Streams, rows and module outputs in the activation dtype; mixes, router and logits are float32 islands in every mode."""
+    """Streams, rows and module outputs in the activation dtype; mixes, router and logits in float32 in every mode."""
     for name, dtype in (("native", torch.bfloat16), ("dequantized", torch.bfloat16), ("float32", torch.float32)):
         for point in ("embed", "layers.1.engram.out", "layers.3.mid", "layers.3.attn.q", "layers.3.attn.kv_quant",
                       "layers.2.attn.compressor.kv", "layers.2.attn.indexer.scores", "layers.3.ffn.out", "norm"):
@@ -60,14 +60,16 @@ def test_each_switch_is_live(points) -> None:
     on, off = points["float32"], points["float32, no fake quant"]
     assert torch.equal(on["layers.0.attn.kv"], off["layers.0.attn.kv"])
     assert torch.equal(off["layers.0.attn.kv"], off["layers.0.attn.kv_quant"])
-    for point in ("layers.0.attn.kv_quant", "layers.2.attn.compressor.kv", "layers.2.attn.indexer.k", "layers.2.attn.indexer.q"):
+    for point in ("layers.0.attn.kv_quant", "layers.2.attn.compressor.kv", "layers.2.attn.indexer.k",
+                  "layers.2.attn.indexer.q"):
         assert not torch.equal(on[point], off[point]), point
 
 
 def test_weights_are_the_same_numbers_in_all_modes(nano_dir) -> None:
     """Dequantized once to BF16, then widened: no mode sees a finer weight."""
     models = [inference.load(nano_dir, numerics=name) for name in MODES]
-    for name in ("layers.0.attn.wq_a", "layers.0.ffn.experts.1.w2", "layers.1.engram.embed", "layers.2.attn.compressor.wkv"):
+    for name in ("layers.0.attn.wq_a", "layers.0.ffn.experts.1.w2", "layers.1.engram.embed",
+                 "layers.2.attn.compressor.wkv"):
         wide = [dense_weight(model.get_submodule(name).weight, torch.float32) for model in models]
         assert torch.equal(wide[0], wide[1]) and torch.equal(wide[0], wide[2])
         assert torch.equal(wide[0], wide[0].bfloat16().float())

@@ -1,4 +1,4 @@
-"""Scalar number formats and the three activation quantizers (inference/quant.py) against tables, integers and the oracle.
+"""Number formats and the three activation quantizers (inference/quant.py) against tables, integers and the oracle.
 
 The weight formats and the bytes of the published checkpoint are in test_quant_formats.py, the golden quantizer outputs
 in test_golden_ops.py. Wrong variants stand beside the test that must tell them apart.

@@ -58,7 +58,7 @@ def half_split(x: Tensor, position: int, frequencies: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("pair", [0, 5, 31])
 def test_adjacent_channels_are_a_pair(released, pair: int) -> None:
-    """Pitfall 1: a unit vector on the first channel of a pair becomes (cos, sin) on the two and stays zero elsewhere."""
+    """Pitfall 1: a unit vector on the first channel of a pair becomes (cos, sin) on the two, zero elsewhere."""
     frequencies = tables(released)[0]
     unit = torch.zeros(512)
     unit[448 + 2 * pair] = 1.0
@@ -67,9 +67,7 @@ def test_adjacent_channels_are_a_pair(released, pair: int) -> None:
     angle = 10000.0 ** (-2 * pair / 64)
     wanted[448 + 2 * pair], wanted[448 + 2 * pair + 1] = math.cos(angle), math.sin(angle)
     torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-9)
-    if pair != 0:  # where the sine of the wrong partner would vanish, the frequency still differs
-        assert not torch.allclose(half_split(unit, 1, frequencies), wanted, atol=1e-4)
-    assert half_split(torch.eye(512)[448], 1, frequencies)[449] == 0 != rotated(torch.eye(512)[448], 1, frequencies)[449]
+    assert not torch.allclose(half_split(unit, 1, frequencies), wanted, rtol=1e-3, atol=1e-9)
 
 
 def test_rotation_equals_the_oracle(released) -> None:
@@ -126,7 +124,7 @@ def test_angle_is_a_float32_product(released) -> None:
 
 
 def test_released_tables_equal_the_closed_form(released) -> None:
-    """Pitfall 2: base 10000 without YaRN for window-only layers and draft stages, base 160000 with YaRN for the others."""
+    """Pitfall 2: base 10000 without YaRN for window-only layers and draft stages, base 160000 with YaRN for others."""
     values = dataclasses.asdict(released)
     window, compressed = tables(released)
     for layer in layer_plan(released):
@@ -156,7 +154,7 @@ def test_degenerate_ramp_stays_finite() -> None:
     """low = high is a step, not a division by zero."""
     config = TextConfig()
     scaling = dataclasses.replace(config.rope_scaling, original_max_position_embeddings=1)
-    config = dataclasses.replace(config, rope_scaling=scaling, qk_rope_head_dim=4, rope_theta=1e30, compress_rope_theta=1e30)
+    config = dataclasses.replace(config, rope_scaling=scaling, qk_rope_head_dim=4, compress_rope_theta=1e30)
     table = rope_frequencies(config, layer_plan(config)[2])
     wanted = torch.from_numpy(oracle.rotary_frequencies(dataclasses.asdict(config), 2))
     torch.testing.assert_close(table.double(), wanted, rtol=1e-5, atol=0)
@@ -183,18 +181,16 @@ def points(nano_plain) -> dict[str, Tensor]:
     return recorded
 
 
-def nano_table(nano_plain, layer) -> Tensor:
-    values = dataclasses.asdict(nano_plain.config.text_config)
-    return torch.from_numpy(oracle.rotary_frequencies(values, layer.compress_ratio))
+def nano_table(nano_plain, ratio: int) -> Tensor:
+    return torch.from_numpy(oracle.rotary_frequencies(dataclasses.asdict(nano_plain.config.text_config), ratio))
 
 
 def test_window_rows_and_queries_turn_at_their_position(nano_plain, points) -> None:
     """Pitfall 2, per layer: positions 300 .. 322, each layer with the table of its kind; the other table fails."""
-    text = nano_plain.config.text_config
-    other_kind = {0: 2, 1: 0, 2: 0}
+    heads, other_kind = nano_plain.config.text_config.num_attention_heads, {0: 2, 1: 0, 2: 0}
     for layer in nano_plain.layers:
-        name, frequencies = layer.plan.name, nano_table(nano_plain, layer.plan)
-        other = torch.from_numpy(oracle.rotary_frequencies(dataclasses.asdict(text), other_kind[layer.plan.compress_ratio]))
+        name, ratio = layer.plan.name, layer.plan.compress_ratio
+        frequencies, other = nano_table(nano_plain, ratio), nano_table(nano_plain, other_kind[ratio])
         rows, kv = points[f"{name}.attn.kv_pre_rope"][0], points[f"{name}.attn.kv"][0]
         q_weight = layer.attn.wq_b.weight
         q_weight = q_weight.dequantize() if not isinstance(q_weight, Tensor) else q_weight
@@ -202,16 +198,16 @@ def test_window_rows_and_queries_turn_at_their_position(nano_plain, points) -> N
         for token in (0, 22):
             assert relative_l2(kv[token], oracle_rotated(rows[token], 300 + token, frequencies)) < 1e-5
             assert relative_l2(kv[token], oracle_rotated(rows[token], 300 + token, other)) > 1e-2
-            head = torch.from_numpy(queries[token]).view(text.num_attention_heads, -1)[1]
-            assert relative_l2(points[f"{name}.attn.q"][0, token, 1], oracle_rotated(head, 300 + token, frequencies)) < 1e-5
+            head, q = torch.from_numpy(queries[token]).view(heads, -1)[1], points[f"{name}.attn.q"][0, token, 1]
+            assert relative_l2(q, oracle_rotated(head, 300 + token, frequencies)) < 1e-5
 
 
 @pytest.mark.parametrize("source", [2, 4, 6])
 def test_latents_turn_at_their_first_token(nano_plain, points, source: int) -> None:
-    """Pitfall 4: row j at j * ratio (150 groups of 2 came before), index keys too; j and the last token's place fail."""
+    """Pitfall 4: row j at j * ratio (150 groups of 2 came before), index keys too; j or the last token's fails."""
     layer = nano_plain.layers[source]
-    ratio, name, frequencies = layer.plan.compress_ratio, f"layers.{source}.attn", nano_table(nano_plain, layer.plan)
-    first = 300 // ratio
+    ratio, name = layer.plan.compress_ratio, f"layers.{source}.attn"
+    frequencies, first = nano_table(nano_plain, ratio), 300 // ratio
     latent, rows, keys = (points[f"{name}.{part}"][0] for part in ("compressor.latent", "compressor.kv", "indexer.k"))
     assert len(latent) == 323 // ratio - first
     wk, k_norm = layer.attn.indexer.wk.weight.double().numpy(), layer.attn.indexer.k_norm.weight.double().numpy()
