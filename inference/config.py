@@ -170,7 +170,7 @@ class Config:
         except FileNotFoundError:
             raise ValueError(f"Reading the configuration: {path} does not exist. Give a checkpoint folder that has a "
                              "config.json.") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"Reading the configuration: {path} is not readable JSON ({error}).") from None
         if not isinstance(values, dict):
             raise ValueError(f"Reading the configuration: {path} holds a {type(values).__name__}, wanted an object.")
@@ -364,6 +364,8 @@ def _section(cls: type, values: dict[str, Any], prefix: str, ignored: frozenset[
         wrong = _type_problem(field.type, value)
         if wrong:
             problems.append(f"{prefix}{name}: wanted {wrong}, got {value!r}")
+        elif field.type == "float":
+            value = float(value)
         result[name] = value
     return result
 
@@ -371,10 +373,10 @@ def _section(cls: type, values: dict[str, Any], prefix: str, ignored: frozenset[
 def _type_problem(annotation: str, value: Any) -> str | None:
     """What was wanted, if `value` does not fit the annotation; None if it fits."""
     def is_int(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool)
+        return isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**63
 
     def is_number(x: Any) -> bool:
-        return is_int(x) or isinstance(x, float) and math.isfinite(x)
+        return is_int(x) or isinstance(x, float) and math.isfinite(x)  # an integer beyond int64 is no sensible width
 
     checks = {
         "int": ("an integer", is_int),

@@ -6,14 +6,15 @@ What it computes, for query row i and head h
     A row without any valid index gives exact zeros. An index that occurs twice counts twice.
 Order of operations (matters for bits only)
     official: indices in blocks of 64; the running maximum starts at -1e30; natural exponential; with BF16 inputs the
-    probabilities are rounded to BF16 relative to the running maximum before the value product, while the denominator sums
-    them unrounded; products accumulate in float32; the sink joins the denominator once, at the end.
+    probabilities are rounded to BF16 relative to the running maximum before the value product, while the denominator
+    sums them unrounded; products accumulate in float32; the sink joins the denominator once, at the end.
     The torch form does exactly that. The TileLang forms keep the blocks of 64 and the roundings, and differ in the
-    exponential (base 2, log2(e) folded into the scale), the start of the maximum and the order of sums inside a product:
-    relative L2 difference about 3e-3 with BF16, the size of the rounding itself.
+    exponential (base 2, log2(e) folded into the scale), the start of the maximum, how closely it follows, and the order
+    of sums inside a product: relative L2 difference about 3e-3 with BF16, the size of the rounding itself.
 Two forms
     torch      any device, any dtype; the reference
-    tilelang   NVIDIA Hopper, BF16; `kernel_fast.py` for rows of 512 channels, else `simple_kernel` below, the readable one
+    tilelang   NVIDIA Hopper, BF16: `kernel_fast.py` for rows of 512 channels, else `simple_kernel` below, the one to
+               read first
     `sparse_attn(..., backend=)` or the environment variable KERNEL names one; the default picks by device.
 Mirrors
     official: `sparse_attn` of the official kernel file.
@@ -32,10 +33,12 @@ import torch
 from torch import Tensor
 
 from inference.context import DEFAULT_MEMORY_BUDGET, row_slices
-from inference.kernel_fast import LOG2_E, PASS_CONFIGS, WIDTH as FAST_WIDTH, sparse_attn_fast
+from inference.kernel_fast import LOG2_E, WIDTH as FAST_WIDTH, sparse_attn_fast
 
 BLOCK = 64  # official: indices per step of the online softmax
 START_MAX = -1e30  # official: finite, so that a block of -1 entries gives exp(-inf) = 0 and no NaN
+# ours: `simple_kernel` bounds its indices itself.
+PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True}
 BACKENDS = ("auto", "torch", "tilelang", "tilelang-simple")
 
 
@@ -49,9 +52,10 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: flo
     default auto), once per call. auto = tilelang on a Hopper GPU with BF16 and TileLang installed, else torch. Raises
     ValueError for an unknown name, and for a forced TileLang form that cannot run on these tensors.
     """
-    assert q.shape[0] == kv.shape[0] == indices.shape[0] and q.shape[-1] == kv.shape[-1] and q.shape[1] == indices.shape[1], (
+    assert (q.shape[0] == kv.shape[0] == indices.shape[0] and q.shape[-1] == kv.shape[-1]
+            and q.shape[1] == indices.shape[1]), (
         f"q {tuple(q.shape)}, kv {tuple(kv.shape)}, indices {tuple(indices.shape)}")
-    backend = _choose(q, kv, indices, backend or os.environ.get("KERNEL") or "auto")
+    backend = _choose(q, kv, sink, indices, backend or os.environ.get("KERNEL") or "auto")
     if backend == "tilelang" and q.shape[-1] == FAST_WIDTH:
         return sparse_attn_fast(q, kv, sink, indices, scale)
     if backend != "torch":
@@ -92,7 +96,7 @@ def _sparse_attn_rows(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scal
 # --- which form -------------------------------------------------------------------------------------------------
 
 
-def _choose(q: Tensor, kv: Tensor, indices: Tensor, backend: str) -> str:
+def _choose(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, backend: str) -> str:
     """A backend name other than "auto", checked against these tensors."""
     if backend not in BACKENDS:
         raise ValueError(f"Choosing the sparse attention kernel: wanted one of {', '.join(BACKENDS)}, got {backend!r}. "
@@ -100,7 +104,7 @@ def _choose(q: Tensor, kv: Tensor, indices: Tensor, backend: str) -> str:
     if backend == "torch":
         return backend
     empty = 0 in (q.numel(), kv.numel(), indices.numel())  # nothing to launch, or nothing to point at
-    obstacle = "one of the tensors is empty" if empty else _obstacle(q, kv, indices)
+    obstacle = "one of the tensors is empty" if empty else _obstacle(q, kv, sink, indices)
     if obstacle is None and not tilelang_installed():
         if backend == "auto":
             _warn_once()
@@ -109,14 +113,16 @@ def _choose(q: Tensor, kv: Tensor, indices: Tensor, backend: str) -> str:
         return "tilelang" if backend == "auto" else backend
     if backend == "auto" or empty:
         return "torch"
-    raise ValueError(f"Running the sparse attention kernel {backend!r}: wanted a CUDA device of compute capability 9.0 (Hopper), "
-                     f"BF16 and the package tilelang, but {obstacle}. Use backend='auto', or KERNEL=torch.")
+    raise ValueError(f"Running the sparse attention kernel {backend!r}: wanted a CUDA device of compute capability 9.0 "
+                     f"(Hopper), BF16 and the package tilelang, but {obstacle}. Use backend='auto', or KERNEL=torch.")
 
 
-def _obstacle(q: Tensor, kv: Tensor, indices: Tensor) -> str | None:
+def _obstacle(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor) -> str | None:
     """Why the TileLang forms cannot take these tensors, or None."""
     if not q.is_cuda:
         return f"the tensors are on {q.device}"
+    if torch.is_grad_enabled() and (q.requires_grad or kv.requires_grad or sink.requires_grad):
+        return "gradients are needed, which only the torch form has"
     if q.dtype != torch.bfloat16 or kv.dtype != torch.bfloat16:
         return f"q is {q.dtype} and kv {kv.dtype}"
     if indices.dtype not in (torch.int32, torch.int64):
@@ -149,8 +155,9 @@ def _sparse_attn_simple(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, sc
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     kernel = _compiled_simple(width, str(indices.dtype).removeprefix("torch."))
     with torch.cuda.device(q.device):
-        kernel(q.contiguous().view(-1, heads, width), kv.contiguous().view(-1, width), sink.contiguous(),
-               indices.contiguous().view(batch * queries, -1), out.view(-1, heads, width), scale * LOG2_E, queries, kv.shape[1])
+        kernel(q.detach().contiguous().view(-1, heads, width), kv.detach().contiguous().view(-1, width),
+               sink.detach().to(torch.float32).contiguous(), indices.contiguous().view(batch * queries, -1),
+               out.view(-1, heads, width), scale * LOG2_E, queries, kv.shape[1])
     return out
 
 
@@ -162,10 +169,10 @@ def _compiled_simple(width: int, index_type: str):
 
 
 def simple_kernel(width: int, index_type: str):
-    """The TileLang program of one thread block per query and 64 heads; missing heads are zero. Only the width is static.
+    """The TileLang program: one thread block per query and 64 heads (missing heads are zero). Only the width is static.
 
-    A tile of 64 selected rows at a time: gather, logits, online softmax, values. Fragments are spread over the registers of
-    256 threads; each half of them has 32 of the 64 logit columns and half of the channels.
+    A tile of 64 selected rows at a time: gather, logits, online softmax, values. Fragments are spread over the
+    registers of 256 threads; each half of them has 32 of the 64 logit columns and half of the channels.
     """
     import tilelang.language as T
 

@@ -122,7 +122,7 @@ def _located(image: Any, folder: Path) -> Any:
 def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"Reading the prompts: {where} is not valid JSON ({error}).") from None
 
 

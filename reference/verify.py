@@ -209,7 +209,7 @@ def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry
 
 def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: dict) -> Verdict:
     input_ids, split = tensors["input_ids"], entry.get("split")
-    if not isinstance(split, int) or not 1 <= split < input_ids.shape[1]:
+    if not isinstance(split, int) or isinstance(split, bool) or not 1 <= split < input_ids.shape[1]:
         raise ValueError(f"Verifying {name}: the manifest gives split {split!r} for {input_ids.shape[1]} tokens.")
     points = {point: value for point, value in tensors.items() if point != "input_ids"}
 
@@ -394,8 +394,11 @@ def _read_manifest(folder: Path) -> dict[str, dict]:
         for name, entry in traces.items():
             if entry["numerics"] not in MODES or not isinstance(entry["fake_quant"], bool):
                 raise ValueError(f"{name}: numerics {entry['numerics']!r}, fake_quant {entry['fake_quant']!r}")
-            entry["points"], entry.get("inputs", ())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            for key in ("points", "inputs"):
+                names = entry[key] if key == "points" else entry.get(key, [])
+                if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
+                    raise ValueError(f"{name}: {key} must be a list of names, got {names!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"Verifying: {path} is not a readable manifest of traces ({error}).") from None
     return traces
 

@@ -156,6 +156,14 @@ def test_bad_input(nano_dir, traces, tmp_path, capsys) -> None:
     edit(traces, "text_prefill.float32", lambda t: t.pop("layers.5.out"))
     code, out = run(nano_dir, traces, "text_prefill.float32", capsys)
     assert code == 3 and "layers.5.out" in out
+    manifest = json.loads((traces / "manifest.json").read_text())
+    for key, value in (("inputs", 3), ("points", None), ("split", True), ("numerics", "fp16")):
+        changed = json.loads(json.dumps(manifest))
+        changed["traces"]["decode.native"][key] = value
+        (traces / "manifest.json").write_text(json.dumps(changed))
+        assert run(nano_dir, traces, "decode.native", capsys)[0] == 3, key
+    (traces / "manifest.json").write_text("[" * 100_000)
+    assert run(nano_dir, traces, "text", capsys)[0] == 3
     (traces / "manifest.json").write_text("{}")
     assert run(nano_dir, traces, "text", capsys)[0] == 3
 
