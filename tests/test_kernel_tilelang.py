@@ -58,7 +58,7 @@ def test_environment_names_the_form_and_the_argument_wins(monkeypatch):
 def on_hopper(monkeypatch, installed):
     """Pretend that nothing but TileLang can stand in the way."""
     monkeypatch.delenv("KERNEL", raising=False)
-    monkeypatch.setattr(kernel, "_obstacle", lambda q, kv, indices: None)
+    monkeypatch.setattr(kernel, "_obstacle", lambda q, kv, sink, indices: None)
     monkeypatch.setattr(kernel, "tilelang_installed", lambda: installed)
     kernel._warn_once.cache_clear()
 
@@ -86,8 +86,8 @@ def test_width_decides_between_the_fast_and_the_simple_form(monkeypatch, width, 
 
 
 def test_obstacles_are_named():
-    q, kv, _, indices = inputs()
-    assert kernel._obstacle(q, kv, indices) == "the tensors are on cpu"
+    q, kv, sink, indices = inputs()
+    assert kernel._obstacle(q, kv, sink, indices) == "the tensors are on cpu"
 
 
 @pytest.mark.parametrize("empty", ["queries", "rows", "count"])
@@ -100,7 +100,7 @@ def test_nothing_to_attend_to_takes_the_torch_form(monkeypatch, empty):
         kv, indices = kv[:, :0], indices
     else:
         indices = indices[..., :0]
-    assert kernel._choose(q, kv, indices, "tilelang") == "torch"
+    assert kernel._choose(q, kv, sink, indices, "tilelang") == "torch"
 
 
 def test_import_works_without_tilelang():
