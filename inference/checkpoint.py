@@ -23,7 +23,6 @@ Tests
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import dataclass, field
@@ -33,14 +32,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from inference.config import Config
+from inference.command import BAD_INPUT, Parser, run
+from inference.config import Config, unique_pairs
 from inference.families import SKIPPED
 from inference.layers import Embedding, Linear
 from inference.matching import Match, WeightPlan, match_weights
 from inference.model import Model
 from inference.numerics import Numerics
 from inference.quant import FORMATS, PackedWeight
-from inference.shards import StoredTensor, read_header, unique_pairs
+from inference.shards import StoredTensor, read_header
 from inference.streaming import DEFAULT_EXPERT_CACHE, Stream, StreamedWeight, weight_problems
 from inference.tokenizer import Tokenizer, check_class_count, fold_vocabulary
 
@@ -142,7 +142,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         outside = [shard for shard in weight_map.values() if Path(shard).name != shard]
         if outside:
             raise ValueError(f"shard {outside[0]!r} is not a plain file name")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"Opening a checkpoint: {path} is not a valid index ({error}). Copy it again.") from None
     return weight_map
 
@@ -266,8 +266,10 @@ def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "
 def _device(device: torch.device | str) -> torch.device:
     try:
         chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError("it holds no values")
         torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         raise ValueError(f"Choosing the device: {device!r} is not usable here ({str(error).splitlines()[0]}). Try "
                          "cpu.") from None
     return chosen
@@ -312,11 +314,13 @@ def _assign(model: Model, plans: dict[str, WeightPlan], device: torch.device, nu
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what a folder holds. Returns 0 if a model can be loaded from it, 3 if not."""
+    """Print what a folder holds, from headers and config.json. Returns 0 if they are complete and fit, 3 if not.
+
+    Values are read by `load` only: it also refuses NaN in weights and scales, and a tokenizer that does not fit.
+    """
     from inference.inventory import describe, take_inventory  # it imports this module
 
-    parser = argparse.ArgumentParser(prog="python -m inference.checkpoint",
-                                     description="What a checkpoint folder holds.")
+    parser = Parser(prog="python -m inference.checkpoint", description="What a checkpoint folder holds.")
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--engram-dir", metavar="DIR", help="where the shards with the Engram tables are")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
@@ -329,8 +333,11 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             print(error, file=sys.stderr)
         return 3
-    print(json.dumps(inventory.to_dict(), indent=1) if options.json else describe(inventory))
-    return 3 if inventory.problems else 0
+    def show() -> int:
+        print(json.dumps(inventory.to_dict(), indent=1) if options.json else describe(inventory))
+        return BAD_INPUT if inventory.problems else 0
+
+    return run(show)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,15 @@ from typing import Any
 QUANT_GROUP = 32
 
 
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: an object whose keys are all different. Raises ValueError naming one that occurs twice."""
+    seen = dict(pairs)
+    if len(seen) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return seen
+
+
 @dataclass(frozen=True)
 class RopeScaling:
     """YaRN parameters of the layers with a compress ratio above 0 (official: `rope_scaling`)."""
@@ -166,11 +175,11 @@ class Config:
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_pairs)
         except FileNotFoundError:
             raise ValueError(f"Reading the configuration: {path} does not exist. Give a checkpoint folder that has a "
                              "config.json.") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"Reading the configuration: {path} is not readable JSON ({error}).") from None
         if not isinstance(values, dict):
             raise ValueError(f"Reading the configuration: {path} holds a {type(values).__name__}, wanted an object.")
@@ -466,7 +475,8 @@ def _from_model_args(values: dict[str, Any], origin: str) -> dict[str, Any]:
         problems.append(f"gate_temp: only 1.0 is implemented, got {values['gate_temp']!r}")
     if problems:
         raise ValueError(f"Reading {origin} (official inference form):\n  " + "\n  ".join(problems))
-    if all(isinstance(rope.get(key), (int, float)) for key in ("factor", "original_max_position_embeddings")):
+    if all(isinstance(rope.get(key), (int, float)) and math.isfinite(rope[key])
+           for key in ("factor", "original_max_position_embeddings")):
         # ours: that form has no context limit; YaRN's extended length is the released one (65,536 * 16).
         text["max_position_embeddings"] = int(rope["factor"] * rope["original_max_position_embeddings"])
     text["rope_scaling"] = rope
@@ -487,6 +497,18 @@ def _problems(config: Config) -> list[str]:
 
     for name, value in _FIXED_TEXT.items():
         check(getattr(text, name) == value, f"{name}: only {value!r} is implemented, got {getattr(text, name)!r}")
+    check(text.rope_scaling.rope_type == "yarn", f"rope_scaling.rope_type: only 'yarn' is implemented, got "
+          f"{text.rope_scaling.rope_type!r}")
+    check(text.rope_scaling.beta_fast > text.rope_scaling.beta_slow, f"rope_scaling: beta_fast "
+          f"{text.rope_scaling.beta_fast} must be above beta_slow {text.rope_scaling.beta_slow}")
+    check(config.model_type.startswith("deepseek_v41"), f"model_type: only deepseek_v41 is implemented, got "
+          f"{config.model_type!r}")
+    for name in ("num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts", "dspark_n_routed_experts",
+                 "num_attention_heads", "index_n_heads", "hc_mult", "engram_n_heads", "engram_max_ngram_size"):
+        check(getattr(text, name) <= 2**16, f"{name}: {getattr(text, name)} is more than 65,536")
+    for name in ("hidden_size", "moe_intermediate_size", "head_dim", "q_lora_rank", "o_lora_rank", "o_groups",
+                 "sliding_window", "index_head_dim", "candidate_block_size", "hc_sinkhorn_iters", "engram_head_dim"):
+        check(getattr(text, name) <= 2**24, f"{name}: {getattr(text, name)} is more than 2^24")
     may_be_zero = {"num_nextn_predict_layers", "engram_pad_token_id", "dspark_noise_token_id", "attention_dropout",
                    "candidate_source_layer_id"}
     for section in (text, text.rope_scaling, *([config.vision_config] if config.vision_config else [])):

@@ -359,7 +359,9 @@ def _assistant_turn(message: dict) -> _Turn:
     if message.get("content") is None:  # usual beside tool calls
         message = {**message, "content": ""}
     body = [_text_of(message)]
-    calls = message.get("tool_calls") or []
+    calls = [] if message.get("tool_calls") is None else message["tool_calls"]
+    if not isinstance(calls, list):
+        raise ValueError(f"Reading tool calls: expected a list, got {_short(calls)}.")
     ids = [call["id"] for call in calls if isinstance(call, dict) and call.get("id") is not None]
     if any(ids.count(call_id) > 1 for call_id in ids):
         raise ValueError(f"Reading tool calls: expected a different id for each call, got {ids}.")

@@ -18,20 +18,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from tqdm import tqdm
 
-from inference import decoding
+from inference import command, decoding
 from inference.cache import KINDS
 from inference.checkpoint import WEIGHT_MODES, load
+from inference.command import Parser
 from inference.config import PREFILL_MODES
 from inference.encoding import parse_completion
 from inference.model import Model
@@ -41,7 +42,6 @@ from inference.sampling import Sampling
 from inference.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).parent.parent / "reference" / "golden" / "nano" / "checkpoint"
-BAD_INPUT = 3
 SMALL_WIDTH = 512  # ours: below this width an operation is too short to be worth more than one thread
 
 
@@ -122,14 +122,8 @@ def _peak_memory(model: Model) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / scale
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: {message}. See --help.", file=sys.stderr)
-        sys.exit(BAD_INPUT)
-
-
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m inference.generate", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="python -m inference.generate", description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", default=str(BUNDLED), help="checkpoint folder (default: the bundled one)")
     parser.add_argument("--input-file", help=".txt, .json or .jsonl, as given or under inference/examples/")
     parser.add_argument("--prompt", help="one prompt instead of a file")
@@ -156,11 +150,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
                         help="draft and verify (default: if the checkpoint has draft stages)")
     parser.add_argument("--confidence-threshold", type=float, default=0.0, help="do not send drafts that are less sure; 0: all")
     options = parser.parse_args(arguments)
-    options.effort = int(options.effort) if options.effort.lstrip("-").isdigit() else options.effort
+    options.effort = int(options.effort) if re.fullmatch("-?[0-9]{1,9}", options.effort) else options.effort
     if options.max_new_tokens < 1:
         raise ValueError(f"Generating: --max-new-tokens must be at least 1, got {options.max_new_tokens}.")
-    if not 0 <= options.expert_cache < float("inf"):
-        raise ValueError(f"Generating: --expert-cache must be 0 or more GiB, got {options.expert_cache}.")
+    if not 0 <= options.expert_cache <= 2**20:
+        raise ValueError(f"Generating: --expert-cache must be 0 to 2^20 GiB, got {options.expert_cache}.")
     if options.batch_size < 1:
         raise ValueError(f"Generating: --batch-size must be at least 1, got {options.batch_size}.")
     if not 0 <= options.seed < 2**63:
@@ -182,8 +176,8 @@ def _settings(options: argparse.Namespace) -> decoding.Settings:
         chunk_size=options.chunk)
 
 
-def run(arguments: list[str] | None = None) -> None:
-    """The command, without the conversion of ValueError to an exit code."""
+def run(arguments: list[str] | None = None) -> int:
+    """The command, without the conversion of errors to exit codes."""
     options = _parse(arguments)
     if options.prompt is not None:
         sources = [Source(text=options.prompt)]
@@ -221,6 +215,7 @@ def run(arguments: list[str] | None = None) -> None:
             print(stats.line())
             if number == first + len(batch):
                 print(f"[{totals.line()}]")
+    return 0
 
 
 def _print_prompt(tokenizer: Tokenizer, prompt: Prompt, number: int, count: int) -> None:
@@ -254,17 +249,7 @@ def _result(tokenizer: Tokenizer, prompt: Prompt, text: str, ids: list[int], sta
 
 
 def main(arguments: list[str] | None = None) -> int:
-    try:
-        run(arguments)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:
-        return 0  # the reader of a pipe has seen enough
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
-    return 0
+    return command.run(lambda: run(arguments))
 
 
 if __name__ == "__main__":

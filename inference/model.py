@@ -290,6 +290,8 @@ class Model(nn.Module):
         if anchor.shape != (cache.batch_size,):
             raise ValueError(f"Drafting: wanted one anchor for each of the {cache.batch_size} sequences, got "
                              f"{list(anchor.shape)}.")
+        self._check_cache(cache)
+        self._check_ids(anchor)
         context = Context(self.numerics, positions=anchor.unsqueeze(1), starts=cache.lengths, counts=(1,) * len(anchor),
                           observe=observe, memory_budget=self.memory_budget)
         return dspark.draft(self.mtp, self.embed, self.head, anchor, cache, context, self.config.text_config,
@@ -301,6 +303,7 @@ class Model(nn.Module):
         if input_ids.dim() != 2 or input_ids.dtype != torch.int64 or input_ids.shape[1] == 0:
             raise ValueError(f"Running the model: input_ids must be [B, S] int64 with S >= 1, got "
                              f"{list(input_ids.shape)} {input_ids.dtype}.")
+        self._check_cache(cache)
         batch, tokens = input_ids.shape
         if batch != cache.batch_size:
             raise ValueError(f"Running the model: {batch} rows of ids for a cache of {cache.batch_size} "
@@ -310,15 +313,23 @@ class Model(nn.Module):
             raise ValueError(f"Running the model: lengths must be {batch} numbers from 0 to {tokens}, not all 0, got "
                              f"{list(counts)}.")
         real = input_ids if lengths is None else torch.cat([row[:count] for row, count in zip(input_ids, counts)])
-        low, high = int(real.min()), int(real.max())
-        if low < 0 or high >= text.vocab_size:
-            raise ValueError(f"Running the model: token id {low if low < 0 else high} is outside the vocabulary "
-                             f"0..{text.vocab_size - 1}. Use the tokenizer of this checkpoint.")
+        self._check_ids(real)
         end = max(length + count for length, count in zip(cache.lengths, counts))
         if end > text.max_position_embeddings:
             raise ValueError(f"Running the model: {end} tokens, but max_position_embeddings is "
                              f"{text.max_position_embeddings}. Shorten the prompt or the completion.")
         return counts
+
+    def _check_ids(self, ids: Tensor) -> None:
+        low, high, vocabulary = int(ids.min()), int(ids.max()), self.config.text_config.vocab_size
+        if low < 0 or high >= vocabulary:
+            raise ValueError(f"Running the model: token id {low if low < 0 else high} is outside the vocabulary "
+                             f"0..{vocabulary - 1}. Use the tokenizer of this checkpoint.")
+
+    def _check_cache(self, cache: Cache) -> None:
+        if cache.plan != self.plan or cache.dtype != self.numerics.dtype:
+            raise ValueError("Running the model: the cache was made for another configuration or other numerics. Make it with "
+                             "new_cache of this model.")
 
     def _check_skip(self, first_positions: Mapping[int, Sequence[int]] | None, batch: int) -> Mapping[int, Sequence[int]]:
         """first_positions with every layer from the first one on. Raises ValueError where a layer would lack its input."""

@@ -44,8 +44,10 @@ class Packing:
     def pack(self, values: Tensor) -> Tensor:
         """Fake-quantized values [..., n] -> uint8 [..., width(n)]."""
         stored = self.encode(values.detach())
-        assert torch.equal(self.decode(stored), values.to(torch.float32)), (
-            f"packing {self.name}: these values are no codes times scales; they were not fake-quantized, or hold NaN")
+        if not torch.equal(self.decode(stored), values.to(torch.float32)):
+            raise ValueError(f"Packing {self.name}: its values are no codes times scales. Either they hold NaN or infinity, so "
+                             "the weights overflow (look at the recorded points), or they were not fake-quantized (use a cache "
+                             "of kind 'bf16').")
         return stored
 
     def unpack(self, stored: Tensor, dtype: torch.dtype) -> Tensor:

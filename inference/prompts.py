@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inference.config import Config
+from inference.config import Config, unique_pairs
 from inference.encoding import IMAGE, encode_chat
 from inference.image_processor import ImageInput, expand_placeholders, process_image
 from inference.tokenizer import Tokenizer
 
 EXAMPLES = Path(__file__).parent / "examples"
+LONGEST_NAME = 1024  # ours: characters; a longer text is image data, not a path
 CONVERSATION_KEYS = {"messages", "tools", "mode", "effort", "drop_thinking"}
 
 
@@ -52,7 +53,7 @@ class Prompt:
 
 def find_input(name: str | Path) -> Path:
     """The file as given, or under inference/examples/. Raises ValueError when it is in neither place."""
-    for path in (Path(name), EXAMPLES / name):
+    for path in (Path(name), EXAMPLES / name) if len(str(name)) <= LONGEST_NAME else ():
         if path.is_file():
             return path
     examples = ", ".join(sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".txt", ".json", ".jsonl")))
@@ -70,10 +71,14 @@ def read_prompts(path: Path) -> list[Source]:
         raise ValueError(f"Reading the prompts: {path} cannot be read ({error.strerror}).") from None
     if not text.strip():
         raise ValueError(f"Reading the prompts: {path} is empty. Write at least one prompt.")
-    if path.suffix == ".jsonl":
-        lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    kind = path.suffix.lower()
+    if kind not in (".txt", ".json", ".jsonl", ""):
+        raise ValueError(f"Reading the prompts: {path} ends in {path.suffix!r}; known are .txt, .json and .jsonl.")
+    if kind == ".jsonl":
+        # Not splitlines: JSON strings may hold other line separators of Unicode.
+        lines = [(f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         return [_conversation(_parse(line, where), where, path.parent) for where, line in lines]
-    if path.suffix == ".json":
+    if kind == ".json":
         value = _parse(text, str(path))
         if isinstance(value, list) and value and all(isinstance(item, list) or isinstance(item, dict) and "messages" in item
                                            for item in value):
@@ -95,8 +100,9 @@ def encode_prompt(source: Source, tokenizer: Tokenizer, config: Config, *, raw: 
         ids = tokenizer.encode(source.text, allow_special=False)
         return Prompt([config.bos_token_id, *ids], None)
     messages = source.messages if source.text is None else [{"role": "user", "content": source.text}]
-    mode = source.mode or mode
-    encoded = encode_chat(tokenizer, messages, mode, source.effort or effort, source.tools, source.drop_thinking)
+    mode = mode if source.mode is None else source.mode
+    effort = effort if source.effort is None else source.effort
+    encoded = encode_chat(tokenizer, messages, mode, effort, source.tools, source.drop_thinking)
     if not encoded.images:
         return Prompt(encoded.ids, None, mode=mode)
     if config.vision_config is None:
@@ -114,15 +120,19 @@ def _located(image: Any, folder: Path) -> Any:
     """A relative path is meant from the folder of the input file; everything else passes."""
     if isinstance(image, dict) and set(image) <= {"url", "detail"} and "url" in image:
         image = image["url"]
-    if isinstance(image, str) and not re.match(r"^(data:|https?:|file:)", image) and (folder / image).is_file():
-        return folder / image
+    if isinstance(image, str) and len(image) <= LONGEST_NAME and not re.match(r"^(data:|https?:|file:)", image):
+        path = folder / image
+        if path.is_file():
+            return path
+        if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"):
+            raise ValueError(f"Reading an image: {path} is not a file. Paths are meant from the folder of the input file.")
     return image
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, object_pairs_hook=unique_pairs)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"Reading the prompts: {where} is not valid JSON ({error}).") from None
 
 
@@ -136,6 +146,10 @@ def _conversation(value: Any, where: str, folder: Path) -> Source:
     if unknown:
         raise ValueError(f"Reading the prompts: {where} has the unknown key {unknown[0]!r}; known are "
                          f"{', '.join(sorted(CONVERSATION_KEYS))}.")
+    if value.get("mode") not in (None, "chat", "thinking"):
+        raise ValueError(f"Reading the prompts: {where}: mode must be \"chat\" or \"thinking\", got {value['mode']!r}.")
+    if not isinstance(value.get("tools"), list | None):
+        raise ValueError(f"Reading the prompts: {where}: tools must be a list, got {value['tools']!r}.")
     if not isinstance(value.get("drop_thinking", True), bool):
         raise ValueError(f"Reading the prompts: {where}: drop_thinking must be true or false, got "
                          f"{value['drop_thinking']!r}.")

@@ -26,6 +26,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from inference.config import unique_pairs
+
 DTYPES = {
     "BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8, "I8": torch.int8,
@@ -97,16 +99,6 @@ def _open(stored: StoredTensor) -> BinaryIO:
                          "is its disk gone?") from None
 
 
-def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """For json: an object whose keys must not repeat. Raises ValueError naming the first that does."""
-    seen: dict[str, object] = {}
-    for name, value in pairs:
-        if name in seen:
-            raise ValueError(f"the key {name!r} occurs twice")
-        seen[name] = value
-    return seen
-
-
 def read_header(path: Path, problems: list[str]) -> list[StoredTensor]:
     """Entries of one shard, in the order of the header. Appends to `problems`.
 
@@ -123,7 +115,7 @@ def read_header(path: Path, problems: list[str]) -> list[StoredTensor]:
             header = json.loads(file.read(length), object_pairs_hook=unique_pairs)
             if not isinstance(header, dict):
                 raise ValueError("it is no object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(f"{path.name}: its header is not valid JSON ({error})")
             return []
     tensors, end, before = [], 0, len(problems)

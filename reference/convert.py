@@ -144,6 +144,9 @@ def convert(source_folder: Path, target: Path, format_name: str, **options: Any)
         raise ValueError(f"Converting to {format_name}: it has no option --{option}, which belongs to {owners}.")
     _check_folders(source_folder, target)
     source = Source.open(source_folder)
+    scale = given.get("input_scale")
+    if scale is not None and not (math.isfinite(scale) and scale > 0):
+        raise ValueError(f"Converting to {format_name}: --input-scale must be a finite number above 0, got {scale}.")
     if format_name in ("nvfp4", "nvfp4-mxfp4-engram"):
         output = plan_nvfp4(source, format_name == "nvfp4-mxfp4-engram", given.get("input_scale"))
     elif format_name == "bf16":

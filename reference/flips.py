@@ -5,7 +5,7 @@ rule that others do not share. Both are legitimate, but only if that one decisio
 not tolerated, they are proved: `Arbiter` runs the model once and notes every decision that was close; then it
 takes decisions the other way, one after the other, and keeps those that make the result agree.
 
-What is watched: the fake quantizers of window rows, compressed rows, index queries and keys; ties at the boundary of a
+What is watched, in the model and in graft.py: the fake quantizers of window rows, compressed rows, index queries and keys; ties at the boundary of a
 selection. It works from outside, by replacing the functions that `inference` calls while it is active; nothing is left behind.
 Tests: tests/test_verify.py
 """
@@ -23,13 +23,14 @@ from torch import Tensor
 
 import inference.attention
 import inference.indexer
+import reference.graft
 
 # ours: relative nudges, smallest first. The largest is far above float32 noise of these models (about 1e-6 at the
 # end of nano) and far below the distance of neighbouring codes (6e-2 for E4M3).
 NUDGES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
 # Functions and the channels that share a scale: a decision is one code, or the scale of one group.
 _QUANTIZERS = ((inference.attention, "fake_quant_fp8", 32), (inference.attention, "fake_quant_fp4_e4m3", 16),
-               (inference.indexer, "fake_quant_fp4_e8m0", 32))
+               (inference.indexer, "fake_quant_fp4_e8m0", 32), (reference.graft, "fake_quant_fp4_e4m3", 16))
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,11 @@ class Arbiter:
 
     def observe(self, name: str, value: Tensor) -> None:
         """Observer of the run: remembers the last point, to say where a decision was."""
-        self._point = name
         self.mark(name)
 
     def mark(self, name: str) -> None:
         """Note that the point `name` is computed now: only decisions before it can have changed it."""
+        self._point = name
         self.calls[name] = self._call
 
     @contextlib.contextmanager
@@ -69,7 +70,8 @@ class Arbiter:
         """While active, the watched functions of `inference` go through this arbiter."""
         watched = [(module, name, getattr(module, name), functools.partial(self._quantizer, group=group))
                    for module, name, group in _QUANTIZERS]
-        watched.append((inference.attention, "select_columns", inference.attention.select_columns, self._selector))
+        watched += [(module, "select_columns", module.select_columns, self._selector)
+                    for module in (inference.attention, reference.graft)]
         for module, name, function, wrap in watched:
             setattr(module, name, wrap(function))
         try:

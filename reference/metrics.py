@@ -26,7 +26,8 @@ def relative_l2(actual: Tensor, expected: Tensor) -> float:
 def worst_entry(actual: Tensor, expected: Tensor) -> str:
     """Where two tensors differ most, with both values, for messages."""
     a, b = actual.to(torch.float64), expected.to(torch.float64)
-    difference = (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    # Equal infinities give NaN in the difference; they agree.
+    difference = torch.where(a == b, 0.0, (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf))
     flat = int(difference.flatten().argmax()) if a.numel() else 0
     index = [int(i) for i in torch.unravel_index(torch.tensor(flat), a.shape)]
     return f"at {index}: got {a.flatten()[flat].item():.8g}, wanted {b.flatten()[flat].item():.8g}"
@@ -48,6 +49,8 @@ def compare_selections(actual: Tensor, expected: Tensor, scores: Tensor | None, 
         position = [int(i) for i in torch.unravel_index(torch.tensor(row), actual.shape[:-1])]
         text = f"row {position}: only here {sorted(left - right)}, only expected {sorted(right - left)}"
         if scores is None or len(left) != len(right):
+            return "different", text
+        if max(left | right) >= scores.shape[-1]:
             return "different", text
         swapped = scores.reshape(-1, scores.shape[-1])[row][sorted(left ^ right)].to(torch.float64)
         margin = float(swapped.max() - swapped.min())

@@ -1,8 +1,11 @@
 """Calls of any length: a prompt in chunks equals the prompt in one call, images included, within bounded memory.
 
 Measured on nano in float32: where two runs do the same operations (one chunk) they are bit-equal; otherwise products of
-different height round differently and the logits differ by at most 2.4e-6 (relative L2), usually 6e-7. With fake quantization a value
-can then fall to the other side of a rounding boundary; such a flip is proved (reference/flips.py), never tolerated.
+different height round differently and the logits differ by at most 2.4e-6 (relative L2), usually 6e-7. That noise can
+take a value across a rounding boundary of a fake quantizer (in about one of seven random cases), or decide a near-tie of the
+router (seen once in some hundred). Such a case is not tolerated but traced: `first_difference` must be the outcome of a
+rounding or a choice, and everything computed before it must agree. (reference/flips.py proves flips by taking them the other
+way; it does not watch the router, and looks no further than 1e-5 of a channel's own size, where noise goes with the row's.)
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from inference.cache import Cache
 from inference.context import Context, Shared
 from inference.image_processor import TEXT, ImageInput
 from inference.prompts import Prompt
-from reference.flips import Arbiter, explain
 from reference.metrics import relative_l2
 
 BOUND = 2e-5
@@ -54,6 +56,39 @@ def in_chunks(model, prompt: Prompt, sizes: list[int], observe=None, spans=None)
     return torch.cat(parts, dim=1)
 
 
+CHOICES = (".kv_quant", ".compressor.kv", ".indexer.k", ".indexer.q", ".expert_ids", ".topk")  # of a rounding, a ranking
+AGREES = 1e-5  # of a token's row: above float32 noise (4e-6), below the effect of any flip on what follows it
+
+
+def first_difference(model, ids: torch.Tensor, sizes: list[int]) -> str | None:
+    """The first observed point at which a prompt in chunks is not what it is in one call; None if they agree everywhere."""
+    whole: dict[str, torch.Tensor] = {}
+    model(ids, model.new_cache(), observe=whole.__setitem__)
+    cache, start = model.new_cache(), 0
+    for size in sizes:
+        points: dict[str, torch.Tensor] = {}
+        model(ids[:, start:start + size], cache, observe=points.__setitem__)
+        for name, found in points.items():
+            first = start
+            if name.endswith((".scores", ".candidates", ".all_index", ".latent")):
+                continue  # as wide as what is known, or not per token; what is chosen from them is compared
+            if name.endswith((".compressor.kv", ".indexer.k")):
+                first = start // model.plan[int(name.split(".")[1])].compress_ratio  # one row per group
+            wanted = whole[name][:, first:first + found.shape[1]]
+            if name.endswith(".topk"):
+                rows = [[set(row.tolist()) - {-1} for row in each[0]] for each in (found, wanted)]
+                differs = rows[0] != rows[1]
+            elif name.endswith(CHOICES):
+                differs = not torch.equal(found, wanted)
+            else:
+                off = (found.double() - wanted.double()).flatten(2).norm(dim=-1)
+                differs = bool((off > AGREES * wanted.double().flatten(2).norm(dim=-1).clamp_min(1e-3)).any())
+            if differs:
+                return name
+        start += size
+    return None
+
+
 def random_sizes(draw, length: int) -> list[int]:
     cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=5)))
     return [after - before for before, after in zip([0, *cuts], [*cuts, length])]
@@ -66,32 +101,34 @@ def cases(draw):
     return draw(st.integers(0, 10**6)), random_sizes(draw, length)
 
 
+@pytest.mark.parametrize("name", ["nano", "nano_plain"])  # fake quantization with a packed cache; neither
 @settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cases())
-def test_random_chunks_without_fake_quant(nano_plain, case) -> None:
-    seed, sizes = case
+@given(case=cases())
+def test_random_chunks(request, name, case) -> None:
+    model, (seed, sizes) = request.getfixturevalue(name), case
     prompt = Prompt(torch.randint(8, 768, (sum(sizes),), generator=torch.Generator().manual_seed(seed)).tolist(), None)
-    whole = in_chunks(nano_plain, prompt, [sum(sizes)])
-    assert relative_l2(in_chunks(nano_plain, prompt, sizes), whole) < FLOOR
+    whole = in_chunks(model, prompt, [sum(sizes)])
+    if relative_l2(in_chunks(model, prompt, sizes), whole) >= FLOOR:
+        point = first_difference(model, torch.tensor([prompt.ids]), sizes)
+        assert point is not None and point.endswith(CHOICES), f"{sizes} differs, first at {point}"
 
 
-@settings(max_examples=7, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cases())
-def test_random_chunks_with_fake_quant_and_packed_cache(nano, case) -> None:
-    seed, sizes = case
-    prompt = Prompt(torch.randint(8, 768, (sum(sizes),), generator=torch.Generator().manual_seed(seed)).tolist(), None)
-    whole = in_chunks(nano, prompt, [sum(sizes)])
+@pytest.mark.parametrize("mutant", ["history", "windows", "tails"])
+def test_a_forgotten_state_is_traced_to_what_it_spoils(nano, mutant) -> None:
+    """What `first_difference` says when a chunk border loses something: a point that no rounding can excuse."""
+    ids = torch.randint(8, 768, (1, 25), generator=torch.Generator().manual_seed(1))
+    commit = Cache.commit
 
-    def run(arbiter: Arbiter):
-        """How many tokens agree before the first that does not, and its name."""
-        with arbiter.active():
-            logits = in_chunks(nano, prompt, sizes, arbiter.observe)
-        off = [token for token in range(logits.shape[1]) if relative_l2(logits[:, token], whole[:, token]) >= BOUND]
-        return (off[0], "logits") if off else (logits.shape[1], None)
+    def forgetful(self, pending, counts=None):
+        lost = {"history": {"folded_ids": None}, "windows": {"windows": {}}, "tails": {"tails": {}}}[mutant]
+        commit(self, dataclasses.replace(pending, **lost), counts)
 
-    if run(Arbiter())[1] is not None:
-        point, taken = explain(run)
-        assert point is None, f"{sizes} differs, also after {[str(flip) for flip in taken]}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cache, "commit", forgetful)
+        point = first_difference(nano, ids, [11, 14])
+    expected = {"history": "layers.1.engram.hash_ids", "windows": "layers.0.attn.out_rotated",
+                "tails": "layers.2.attn.compressor.kv"}
+    assert point == expected[mutant]
 
 
 def test_one_chunk_is_bit_equal(nano) -> None:
@@ -194,16 +231,16 @@ def test_products_of_all_heads_stay_within_the_budget(nano) -> None:
     assert relative_l2(scores.nan_to_num(neginf=0), whole.nan_to_num(neginf=0)) < 1e-6
 
 
-def test_budget_changes_no_selection(nano) -> None:
+def test_budget_changes_no_selection(nano_plain) -> None:
     """With one row per slice the whole model still gives the same logits; selections follow one by one."""
     ids = torch.randint(8, 768, (2, 70), generator=torch.Generator().manual_seed(3))
-    whole = nano(ids, nano.new_cache(2)).logits
-    budget = nano.memory_budget
+    whole = nano_plain(ids, nano_plain.new_cache(2)).logits
+    budget = nano_plain.memory_budget
     try:
-        nano.memory_budget = 1
-        assert relative_l2(nano(ids, nano.new_cache(2)).logits, whole) < FLOOR
+        nano_plain.memory_budget = 1
+        assert relative_l2(nano_plain(ids, nano_plain.new_cache(2)).logits, whole) < FLOOR
     finally:
-        nano.memory_budget = budget
+        nano_plain.memory_budget = budget
 
 
 def test_first_row_context_is_the_call(nano_plain) -> None:

@@ -90,16 +90,16 @@ def test_markov_bias_and_confidence_follow_the_drafted_tokens(nano, cache) -> No
         assert abs(float(wanted - last.confidence_head.proj.weight[0].to(torch.float64) @ normed)) > 1e-3
 
 
-def test_draft_right_after_prefill(nano) -> None:
+def test_draft_right_after_prefill(nano_plain) -> None:
     """The prompt fills the draft rings by itself: one call, or token by token, gives the same first draft."""
     ids = torch.arange(100, 121).unsqueeze(0)
-    once, stepwise = nano.new_cache(), nano.new_cache()
-    nano(ids, once)
+    once, stepwise = nano_plain.new_cache(), nano_plain.new_cache()
+    nano_plain(ids, once)
     for position in range(21):
-        nano(ids[:, position:position + 1], stepwise)
-    drafts = [nano.draft(torch.tensor([50]), cache) for cache in (once, stepwise)]
+        nano_plain(ids[:, position:position + 1], stepwise)
+    drafts = [nano_plain.draft(torch.tensor([50]), cache) for cache in (once, stepwise)]
     assert relative_l2(drafts[0].logits, drafts[1].logits) < 2e-5 and torch.equal(drafts[0].ids, drafts[1].ids)
-    empty = nano.draft(torch.tensor([50]), nano.new_cache())  # no context row at all: still finite
+    empty = nano_plain.draft(torch.tensor([50]), nano_plain.new_cache())  # no context row at all: still finite
     assert torch.isfinite(empty.logits).all()
 
 

@@ -28,6 +28,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] in ("inferen
 sys.path[:] = [folder for folder in sys.path if folder != {str(ROOT)!r}]
 get_ipython().run_line_magic("reset", "-f")
 """
+PATH = re.compile(r"`((?:inference|reference|tests)/[\w./-]+)`")
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -165,7 +166,7 @@ def test_has_a_question_an_agreement_exercises_and_a_way_on(path) -> None:
 def test_links_and_files_exist(path) -> None:
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
     missing = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if not (FOLDER / link).exists()]
-    missing += [name for name in re.findall(r"`((?:inference|reference|tests)/[\w./-]+)`", text) if not (ROOT / name).exists()]
+    missing += [name for name in PATH.findall(text) if not (ROOT / name).exists()]
     assert not missing
 
 
@@ -184,5 +185,4 @@ def test_imports_the_library_and_does_not_redefine_it(path) -> None:
 def test_readme_lists_every_notebook() -> None:
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     assert [name for name in re.findall(r"\((\d\d_\w+\.ipynb)\)", text)] == [path.name for path in NOTEBOOKS]
-    missing = [name for name in re.findall(r"`((?:inference|reference|tests)/[\w./-]+)`", text) if not (ROOT / name).exists()]
-    assert not missing
+    assert not [name for name in PATH.findall(text) if not (ROOT / name).exists()]
