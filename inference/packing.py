@@ -6,7 +6,7 @@
 Why nothing is lost
     The forward fake-quantizes a row before it is stored, so every channel is code * scale already; that product is exact in
     BF16 and in float32. `pack` gives the codes and scales of such a row, `unpack` the same values again, bit for bit
-    (-0 and +0 count as one value). What is not such a row is refused by an assertion.
+    (-0 and +0 count as one value). What is not such a row is refused.
 Why packing is not the quantizer once more
     Quantizing a compressed row twice changes it where its E4M3 scale is subnormal: the scale 2 * 2^-9 with largest code 4
     would become 1 * 2^-9, and 4 would no longer fit. So the scale is looked for that reproduces the whole group.

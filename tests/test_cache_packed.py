@@ -82,7 +82,7 @@ def test_quantizing_twice_would_lose_values() -> None:
 def test_rows_that_are_no_codes_are_refused(packing, fake_quant, naive) -> None:
     values = fake_quant(torch.randn(3, 64))
     values[1, 5] += values[1, 5].abs() * 0.01 + 1e-3
-    with pytest.raises(AssertionError, match=f"packing {packing.name}"):
+    with pytest.raises(ValueError, match=f"Packing {packing.name}: its values are no codes"):
         packing.pack(values)
 
 

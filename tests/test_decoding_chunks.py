@@ -1,9 +1,9 @@
 """Calls of any length: a prompt in chunks equals the prompt in one call, images included, within bounded memory.
 
 Measured on nano in float32: where two runs do the same operations (one chunk) they are bit-equal; otherwise products of
-different height round differently and the logits differ by at most 2.4e-6 (relative L2), usually 6e-7. That noise can
-take a value across a rounding boundary of a fake quantizer (in about one of seven random cases), or decide a near-tie of the
-router (seen once in some hundred). Such a case is not tolerated but traced: `first_difference` must be the outcome of a
+different height round differently. Of 150 random cases without fake quantization all agree to 7e-7 (relative L2 of the
+logits); with it 130 agree to 2.6e-6, in 19 that noise takes a window row's value across a rounding boundary, in one it
+decides a near-tie of the router. Such a case is not tolerated but traced: `first_difference` must be the outcome of a
 rounding or a choice, and everything computed before it must agree. (reference/flips.py proves flips by taking them the other
 way; it does not watch the router, and looks no further than 1e-5 of a channel's own size, where noise goes with the row's.)
 """
@@ -27,7 +27,7 @@ from inference.prompts import Prompt
 from reference.metrics import relative_l2
 
 BOUND = 2e-5
-FLOOR = 5e-6  # measured: 2.4e-6
+FLOOR = 5e-6  # measured: 2.6e-6
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def first_difference(model, ids: torch.Tensor, sizes: list[int]) -> str | None:
         model(ids[:, start:start + size], cache, observe=points.__setitem__)
         for name, found in points.items():
             first = start
-            if name.endswith((".scores", ".candidates", ".all_index", ".latent")):
-                continue  # as wide as what is known, or not per token; what is chosen from them is compared
+            if name.startswith("mtp.") or name.endswith((".scores", ".candidates", ".all_index", ".latent")):
+                continue  # no part of the logits; as wide as what is known, or not per token: their results are compared
             if name.endswith((".compressor.kv", ".indexer.k")):
                 first = start // model.plan[int(name.split(".")[1])].compress_ratio  # one row per group
             wanted = whole[name][:, first:first + found.shape[1]]
@@ -81,8 +81,9 @@ def first_difference(model, ids: torch.Tensor, sizes: list[int]) -> str | None:
             elif name.endswith(CHOICES):
                 differs = not torch.equal(found, wanted)
             else:
-                off = (found.double() - wanted.double()).flatten(2).norm(dim=-1)
-                differs = bool((off > AGREES * wanted.double().flatten(2).norm(dim=-1).clamp_min(1e-3)).any())
+                rows = [each.double().unsqueeze(-1).flatten(2) for each in (found, wanted)]  # [1, S, everything else]
+                off, norm = (rows[0] - rows[1]).norm(dim=-1), rows[1].norm(dim=-1)
+                differs = bool((off > AGREES * norm.clamp_min(1e-3)).any())
             if differs:
                 return name
         start += size
