@@ -107,7 +107,8 @@ class Attention(nn.Module):
         """
         ring = cache.windows[self.plan.layer_id].rows
         kv = torch.cat((ring, window_rows), dim=1)
-        indices = window_indices(context.positions[:, queries], context.starts, ring.shape[1], context.window_starts)
+        # The starts as a tensor that is on the device already: a copy there would stop the host.
+        indices = window_indices(context.positions[:, queries], context.positions[:, 0], ring.shape[1], context.window_starts)
         if self.plan.kv_source is None:
             return kv, indices
         selection = shared.selections[self.plan.index_source][:, queries]
@@ -200,18 +201,18 @@ class Attention(nn.Module):
         return shared.publish("selections", plan.layer_id, selection)
 
 
-def window_indices(positions: Tensor, starts: tuple[int, ...], window: int,
-                   window_starts: tuple[int, ...] | None = None) -> Tensor:
+def window_indices(positions: Tensor, starts: Tensor, window: int, window_starts: Tensor | None = None) -> Tensor:
     """Where the window of every query lies in [ring (W slots), rows of this call (S)].
 
-    positions [B, S] -> [B, S, W] int64: ascending positions max(0, p-W+1) .. p first, then -1. Positions before the call are
-    in slot position mod W of the ring, the others follow it. window_starts[b]: the first position that has a row at all.
+    positions [B, S], starts [B] (first position of the call) -> [B, S, W] int64: ascending positions max(0, p-W+1) .. p first,
+    then -1. Positions before the call are in slot position mod W of the ring, the others follow it. window_starts [B]: the
+    first position that has a row at all.
     """
     first = (positions - window + 1).clamp_min(0).unsqueeze(-1)
     if window_starts is not None:
-        first = torch.maximum(first, torch.tensor(window_starts, device=positions.device).view(-1, 1, 1))
+        first = torch.maximum(first, window_starts.view(-1, 1, 1))
     seen = first + torch.arange(window, device=positions.device)  # [B, S, W]
-    start = torch.tensor(starts, device=positions.device).view(-1, 1, 1)
+    start = starts.view(-1, 1, 1)
     index = torch.where(seen < start, seen % window, window + seen - start)
     return index.masked_fill(seen > positions.unsqueeze(-1), -1)
 

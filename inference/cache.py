@@ -15,6 +15,7 @@ How a call uses it
     history are replaced by `commit` after the last layer, because ring slots still hold rows that earlier tokens of the
     same call attend to. So a call that is interrupted, or whose tokens are rejected, leaves the cache as it was, and
     `commit` may take fewer tokens than the call had. All that `commit` changes is one reference to a new `State`.
+    Rows that cannot be packed (NaN) are found by `commit` too, all at once: asking earlier would stop the host in every layer.
 Mirrors
     official: the per-layer buffers of the official code; keeping them under the source's layer id is ours.
 Tests
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -72,18 +74,25 @@ class Ring:
 
     def write(self, rows: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Ring:
         """With the first counts[b] of rows [B, S, width], which stand at positions starts[b], starts[b] + 1, ..."""
+        new, fits = self.try_write(rows, starts, counts)
+        _check([(self.packing, fits)])
+        return new
+
+    def try_write(self, rows: Tensor, starts: Sequence[int], counts: Sequence[int]) -> tuple[Ring, Tensor | None]:
+        """As `write`, and whether the rows could be packed, [] bool, for a check later; None if nothing was packed."""
         if not any(counts):
-            return self
+            return self, None
         size, device = self.stored.shape[1], self.stored.device
-        first = torch.tensor(starts, device=device).unsqueeze(1)
-        last = first + torch.tensor(counts, device=device).unsqueeze(1) - 1
+        first = _on_device(tuple(starts), device).unsqueeze(1)
+        last = first + _on_device(tuple(counts), device).unsqueeze(1) - 1
         newest = last - (last - torch.arange(size, device=device)) % size  # newest position that each slot stands for
         source = newest - first  # [B, size]: row of this call, negative where the slot keeps its row
         if rows.shape[1] > size:
-            new = _stored(_take(rows, source), self.packing)
+            new, fits = _stored(_take(rows, source), self.packing)
         else:
-            new = _take(_stored(rows, self.packing), source)
-        return dataclasses.replace(self, stored=torch.where((source >= 0).unsqueeze(-1), new, self.stored))
+            new, fits = _stored(rows, self.packing)
+            new = _take(new, source)
+        return dataclasses.replace(self, stored=torch.where((source >= 0).unsqueeze(-1), new, self.stored)), fits
 
 
 @dataclass(frozen=True)
@@ -122,6 +131,7 @@ class RowStore:
                  packing: Packing | None = None) -> None:
         self.stored = _zeros(batch_size, 0, width, dtype, device, packing)  # [B, capacity, width or bytes]
         self.packing, self.dtype = packing, dtype
+        self.fits: Tensor | None = None  # whether the rows staged last could be packed, [] bool; looked at by `commit`
 
     @property
     def rows(self) -> Tensor:
@@ -142,13 +152,16 @@ class RowStore:
         self.reserve(total)
         if rows.requires_grad:
             before = self.view(total).columns(0, total)
-        new = _stored(rows, self.packing)
-        for batch, (first, count) in enumerate(zip(firsts, counts)):
+        new, self.fits = _stored(rows, self.packing)
+        alike = len(set(firsts)) == len(set(counts)) == 1
+        spans = [(slice(None), firsts[0], counts[0])] if alike else [
+            (slice(batch, batch + 1), first, count) for batch, (first, count) in enumerate(zip(firsts, counts))]
+        for batch, first, count in spans:
             self.stored[batch, first:first + count] = new[batch, :count]
         if rows.requires_grad:
-            joined = [torch.cat((before[batch, :first], rows[batch, :count], before[batch, first + count:]))
-                      for batch, (first, count) in enumerate(zip(firsts, counts))]
-            return Rows.of(torch.stack(joined))
+            joined = [torch.cat((before[batch, :first], rows[batch, :count], before[batch, first + count:]), dim=1)
+                      for batch, first, count in spans]
+            return Rows.of(torch.cat(joined))
         return self.view(total)
 
     def reserve(self, total: int) -> None:
@@ -243,14 +256,18 @@ class Cache:
             raise ValueError(f"Committing a call: counts {list(counts)} for a call of {list(pending.counts)} tokens.")
         starts, state = pending.starts, self.state
         windows, window_starts = dict(state.windows), dict(state.window_starts)
+        packed = [(store.packing, store.fits) for stores in (self.compressed, self.index_keys) for store in stores.values()]
         for layer_id, skipped in pending.skipped.items():
             # The ring lacks the skipped rows, so whatever it holds from before them must not be seen any more.
             window_starts[layer_id] = tuple(start + min(skip, count) if skip else old for start, skip, count, old in
                                             zip(starts, skipped, counts, self.window_starts(layer_id)))
         for layer_id, rows in pending.windows.items():
             skipped = pending.skipped.get(layer_id, (0,) * self.batch_size)
-            windows[layer_id] = windows[layer_id].write(rows, [start + skip for start, skip in zip(starts, skipped)],
-                                                        [max(0, count - skip) for count, skip in zip(counts, skipped)])
+            ring = windows[layer_id]
+            windows[layer_id], fits = ring.try_write(rows, [start + skip for start, skip in zip(starts, skipped)],
+                                                     [max(0, count - skip) for count, skip in zip(counts, skipped)])
+            packed.append((ring.packing, fits))
+        _check(packed)
         tails = {**state.tails, **{source: tuple(ring.write(rows, starts, counts) for ring, rows in
                                                  zip(state.tails[source], projections))
                                    for source, projections in pending.tails.items()}}
@@ -333,11 +350,14 @@ class Cache:
             {i: tuple(starts[row] for row in rows) for i, starts in state.window_starts.items()}, object(), 0)
         return picked
 
+    def lengths_on_device(self) -> Tensor:
+        """[B] int64: `lengths` as a tensor."""
+        return _on_device(self.lengths, self.device)
+
     def engram_look_back(self) -> Tensor:
         """[B, n-1] int64 folded ids of the positions before the next token, oldest first; DEAD before the sequence."""
         ring = self.state.engram_history.rows.squeeze(-1)
-        starts = torch.tensor(self.lengths, device=self.device)
-        positions = starts[:, None] - self._look_back + torch.arange(self._look_back, device=self.device)
+        positions = self.lengths_on_device()[:, None] - self._look_back + torch.arange(self._look_back, device=self.device)
         return torch.where(positions < 0, DEAD, ring.gather(1, positions % ring.shape[1]))
 
     def bytes_allocated(self) -> dict[str, int]:
@@ -373,5 +393,20 @@ def _zeros(batch_size: int, rows: int, width: int, dtype: torch.dtype, device: t
     return torch.zeros(batch_size, rows, packing.width(width), dtype=torch.uint8, device=device)
 
 
-def _stored(rows: Tensor, packing: Packing | None) -> Tensor:
-    return rows.detach() if packing is None else packing.pack(rows)
+def _stored(rows: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor | None]:
+    """What is stored of rows, and whether they could be packed (None if there was nothing to pack)."""
+    return (rows.detach(), None) if packing is None else packing.try_pack(rows)
+
+
+def _check(packed: Sequence[tuple[Packing | None, Tensor | None]]) -> None:
+    """Raise ValueError if any rows could not be packed. One look at the device for all of them."""
+    tried = [(packing, fits) for packing, fits in packed if fits is not None]
+    if tried and not bool(torch.stack([fits for _, fits in tried]).all()):
+        for packing, fits in tried:
+            packing.check(fits)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """[n] int64. Remembered, so that the rings of all layers share one copy to the device."""
+    return torch.tensor(numbers, device=device)

@@ -27,6 +27,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,20 @@ from tqdm import tqdm
 
 from inference.command import BAD_INPUT, Parser, run
 from inference.config import Config, unique_pairs
+from inference.context import GPU_MEMORY_BUDGET
 from inference.families import SKIPPED
 from inference.layers import Embedding, Linear
 from inference.matching import Match, WeightPlan, match_weights
 from inference.model import Model
+from inference.moe import stack_experts
 from inference.numerics import Numerics
 from inference.quant import FORMATS, PackedWeight
 from inference.shards import StoredTensor, read_header
 from inference.streaming import DEFAULT_EXPERT_CACHE, Stream, StreamedWeight, weight_problems
 from inference.tokenizer import Tokenizer, check_class_count, fold_vocabulary
+
+if TYPE_CHECKING:
+    from inference.parallel import Ranks
 
 WEIGHT_MODES = ("resident", "packed", "stream")
 INDEX = "model.safetensors.index.json"
@@ -216,20 +222,24 @@ class LoadReport:
 
 def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "native", fake_quant: bool = True, *,
          weights: str = "resident", as_published_index_keys: bool = False, engram_dir: str | Path | None = None,
-         expert_cache: int = DEFAULT_EXPERT_CACHE, progress: bool | None = None) -> Model:
+         expert_cache: int = DEFAULT_EXPERT_CACHE, progress: bool | None = None, ranks: Ranks | None = None) -> Model:
     """The model of a checkpoint folder, ready to run, without gradients.
 
     numerics: native, dequantized or float32 (numerics.py). fake_quant: quantize-dequantize of KV and index caches.
     weights: resident (dequantized once), packed (as stored, decoded at use) or stream (on disk, read at use); outputs
     are bit-equal. as_published_index_keys: reproduce the official decode-time index-key slot (attention.py), for parity
     runs. engram_dir: folder of the shards with Engram tables, if they are on another disk. expert_cache: bytes of
-    packed experts that stream keeps. progress: bars on stderr; None shows them on a terminal only.
+    packed experts that stream keeps. progress: bars on stderr; None shows them on a terminal only. ranks: processes that share
+    the model; every one of them makes this call and reads its own part (parallel.py).
     Raises ValueError (CheckpointError for the files) naming everything that is wrong; never returns a partial model.
     """
     if weights not in WEIGHT_MODES:
         raise ValueError(f"Loading {path}: weights must be one of {', '.join(WEIGHT_MODES)}, got {weights!r}.")
     mode = Numerics.of(numerics, fake_quant)
     device = _device(device)
+    if ranks is not None:
+        from inference import parallel  # only then: it imports torch.distributed
+        parallel.check_world_size(Config.from_file(path), ranks.size)
     checkpoint = Checkpoint.open(path, engram_dir)
     config = Config.from_file(checkpoint.folder)
     tokenizer = Tokenizer.load(checkpoint.folder)
@@ -243,7 +253,13 @@ def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "
         model = Model(config, mode, folded)
     match = _whole_match(model, checkpoint)
     stream = Stream(config.text_config.num_hidden_layers, expert_cache, progress) if weights == "stream" else None
-    _assign(model, match.plans, device, mode, weights == "packed", stream, progress)
+    plans = match.plans if ranks is None else parallel.split(model, match.plans, ranks)
+    _assign(model, plans, device, mode, weights == "packed", stream, progress)
+    if ranks is not None:
+        parallel.connect(model, ranks)
+    if device.type == "cuda":
+        stack_experts(model)
+        model.memory_budget = GPU_MEMORY_BUDGET
     if stream is not None:
         stream.show_progress(model)
     model.as_published_index_keys = as_published_index_keys

@@ -35,11 +35,11 @@ class Groups:
     firsts: list[int]  # per batch row: index of the first of them
     counts: list[int]  # per batch row: how many
     tail: tuple[Tensor, Tensor] | None  # v, g [B, S, K] float32 of this call's tokens, for the cache
+    first: Tensor  # [B, 1] int64: `firsts`, on the device
 
     def positions(self, ratio: int) -> Tensor:
         """[B, G] int64: the position of a group is that of its first token, j * ratio."""
-        firsts = torch.tensor(self.firsts, device=self.latent.device)
-        return (firsts[:, None] + torch.arange(self.latent.shape[1], device=self.latent.device)) * ratio
+        return (self.first + torch.arange(self.latent.shape[1], device=self.latent.device)) * ratio
 
 
 class Compressor(nn.Module):
@@ -56,8 +56,9 @@ class Compressor(nn.Module):
         numerics, ratio = context.numerics, self.ratio
         firsts = [start // ratio for start in context.starts]
         counts = [end // ratio - first for end, first in zip(context.ends, firsts)]
+        first = context.positions[:, :1] // ratio
         if ratio == 1:
-            return Groups(self.norm(self.wkv(x, numerics)), firsts, counts, None)
+            return Groups(self.norm(self.wkv(x, numerics)), firsts, counts, None, first)
         v, g = self.wkv(x, numerics), self.wgate(x, numerics)
         source = _group_tokens(context, ratio)
         width = (-1, -1, v.shape[-1])
@@ -65,7 +66,7 @@ class Compressor(nn.Module):
             torch.cat((ring.rows, new), dim=1).gather(1, source.unsqueeze(-1).expand(width)).unflatten(1, (-1, ratio))
             for ring, new in zip(tail, (v, g)))  # [B, G, m, K]
         pooled = (torch.softmax(grouped_g, dim=2) * grouped_v).sum(2)
-        return Groups(self.norm(pooled.to(numerics.dtype)), firsts, counts, (v, g))
+        return Groups(self.norm(pooled.to(numerics.dtype)), firsts, counts, (v, g), first)
 
 
 def _group_tokens(context: Context, ratio: int) -> Tensor:
@@ -77,6 +78,5 @@ def _group_tokens(context: Context, ratio: int) -> Tensor:
     device, tokens = context.positions.device, context.positions.shape[1]
     length = -(-(ratio - 1 + tokens) // ratio) * ratio  # enough groups for the worst offset
     slot = torch.arange(length, device=device)
-    offset = torch.tensor([start % ratio for start in context.starts], device=device)
-    new = slot - offset[:, None]  # [B, L] index among this call's tokens; negative = in the tail
+    new = slot - context.positions[:, :1] % ratio  # [B, L] index among this call's tokens; negative = in the tail
     return torch.where(new < 0, slot % ratio, ratio + new.clamp(0, tokens - 1))

@@ -13,6 +13,7 @@ Mirrors official: the process-wide slots of the official code, made explicit. Te
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ from inference.numerics import Numerics
 
 # ours: bytes of one score or gather matrix above which rows are processed in slices; bounds memory at long prompts.
 DEFAULT_MEMORY_BUDGET = 256 * 2**20
+GPU_MEMORY_BUDGET = 2**31  # ours: a GPU needs larger slices to be busy, and has the memory
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Context:
     observe: Callable[[str, Tensor], None] | None = None  # called with a point name and a tensor
     as_published_index_keys: bool = False
     memory_budget: int = DEFAULT_MEMORY_BUDGET  # bytes
-    window_starts: tuple[int, ...] | None = None  # per batch row: first position that has a window row; None = 0
+    window_starts: Tensor | None = None  # [B] int64: first position that has a window row; None = 0
 
     def record(self, name: str, value: Tensor) -> None:
         """Show a tensor to the observer, if there is one."""
@@ -50,7 +52,14 @@ class Context:
         """Per batch row: tokens known after this call."""
         return tuple(start + count for start, count in zip(self.starts, self.counts))
 
-    @property
+    @functools.cached_property
+    def real_tokens(self) -> Tensor:
+        """[n] int64: where the tokens that are no padding lie in the B * S of this call."""
+        tokens = self.positions.shape[1]
+        index = [torch.arange(row * tokens, row * tokens + count) for row, count in enumerate(self.counts)]
+        return torch.cat(index).to(self.positions.device)
+
+    @functools.cached_property
     def valid(self) -> Tensor:
         """[B, S] bool, False on padding."""
         counts = torch.tensor(self.counts, device=self.positions.device)
@@ -73,17 +82,18 @@ class Context:
 
     def pick(self, x: Tensor, earlier: Context) -> Tensor:
         """Of x [B, S, ...], which belongs to the tokens of `earlier`, the rows of this context's tokens."""
+        if self.starts == earlier.starts and self.positions.shape == earlier.positions.shape:
+            return x
         offset = torch.tensor([a - b for a, b in zip(self.starts, earlier.starts)], device=x.device)
         index = offset[:, None] + torch.arange(self.positions.shape[1], device=x.device)
         batch = torch.arange(x.shape[0], device=x.device)[:, None]
         return x[batch, index.clamp_max(x.shape[1] - 1)]
 
     def without_padding(self) -> Context:
-        """All real tokens as one batch row, for what treats every token alone. Goes with x[context.valid]."""
-        valid = self.valid
-        mask = None if self.image_mask is None else self.image_mask[valid].unsqueeze(0)
-        return dataclasses.replace(self, positions=self.positions[valid].unsqueeze(0), image_mask=mask, starts=(0,),
-                                   counts=(int(valid.sum()),), window_starts=None)
+        """All real tokens as one batch row, for what treats every token alone. Goes with `real_tokens`."""
+        mask = None if self.image_mask is None else self.image_mask.flatten()[self.real_tokens].unsqueeze(0)
+        return dataclasses.replace(self, positions=self.positions.flatten()[self.real_tokens].unsqueeze(0), image_mask=mask,
+                                   starts=(0,), counts=(sum(self.counts),), window_starts=None)
 
 
 @dataclass(frozen=True)

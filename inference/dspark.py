@@ -17,6 +17,7 @@ Tests
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,15 +101,20 @@ def draft(stages: nn.ModuleList, embed: Embedding, head: Linear, anchor: Tensor,
     size = config.dspark_block_size
     noise = torch.full((anchor.shape[0], size - 1), config.dspark_noise_token_id, device=anchor.device)
     block = torch.cat((anchor.unsqueeze(1), noise), dim=1)
-    starts = torch.tensor(cache.lengths, device=anchor.device)
+    starts = cache.lengths_on_device()
     positions = starts[:, None] + torch.arange(size, device=anchor.device)
     context = dataclasses.replace(context, positions=positions, starts=cache.lengths, counts=(size,) * len(starts),
                                   image_mask=None)  # drafts are text: bias_vl of the stages is never used
     context.record("mtp.block_ids", block)
     streams = embed(block, context.numerics).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
     pre = first_pre(streams)
+
+    @functools.cache  # as a rule one copy to the device for all stages
+    def visible(held: tuple[int, ...]) -> Tensor:
+        return block_indices(context.starts, config.sliding_window, size, held).to(anchor.device)
+
     for stage in stages:
-        streams, pre = _stage(stage, streams, pre, cache, context)
+        streams, pre = _stage(stage, streams, pre, cache, context, visible(cache.window_starts(stage.plan.layer_id)))
     hidden = collapse(streams, pre)
     context.record("mtp.head.collapsed", hidden)
     return draft_heads(stages[-1], head, hidden, anchor, context, choose)
@@ -137,7 +143,8 @@ def draft_heads(last: nn.Module, head: Linear, hidden: Tensor, anchor: Tensor, c
     return result
 
 
-def _stage(stage: nn.Module, streams: Tensor, pre: Tensor, cache: Cache, context: Context) -> tuple[Tensor, Tensor]:
+def _stage(stage: nn.Module, streams: Tensor, pre: Tensor, cache: Cache, context: Context, indices: Tensor,
+           ) -> tuple[Tensor, Tensor]:
     """One draft layer: an ordinary layer whose attention sees the whole ring and the whole block."""
     def attention(x: Tensor) -> Tensor:
         attn = stage.attn
@@ -146,8 +153,6 @@ def _stage(stage: nn.Module, streams: Tensor, pre: Tensor, cache: Cache, context
         _, q = attn.query(x, frequencies, context)
         block_rows = attn.window_rows(x, frequencies, context)
         ring = cache.windows[stage.plan.layer_id].rows
-        held = cache.window_starts(stage.plan.layer_id)
-        indices = block_indices(context.starts, ring.shape[1], x.shape[1], held).to(x.device)
         kv = torch.cat((ring, block_rows), dim=1)
         return attn.project(attn.attend(q, kv, indices, frequencies, context), context)
 

@@ -85,7 +85,9 @@ class NgramHash:
 
     def fold(self, input_ids: Tensor, image_mask: Tensor | None) -> Tensor:
         """input_ids [B, S] -> classes [B, S] int64, DEAD at image positions."""
-        folded = self.folded_ids.to(input_ids.device)[input_ids]
+        if self.folded_ids.device != input_ids.device:
+            self.folded_ids = self.folded_ids.to(input_ids.device)  # once: a model runs on one device
+        folded = self.folded_ids[input_ids]
         return folded if image_mask is None else folded.masked_fill(image_mask, DEAD)
 
     def hash_ids(self, folded: Tensor, history: Tensor, slot: int) -> Tensor:

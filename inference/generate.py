@@ -9,6 +9,7 @@ What it does
     Reads all prompts, then completes them (decoding.py), `--batch-size` at a time, until the end marker, `--max-new-tokens` or
     the context limit. Same seed, same text, in any batch. After each prompt a line with speed, peak memory and cache bytes per
     token; with drafts a second one with the accepted length.
+    With torchrun --nproc-per-node N in place of python, N processes share the model (parallel.py); the first one prints.
 Exit codes
     0 done, 3 bad input (one line says what was wanted, what arrived and what to try).
 Mirrors official: generate.py of the inference code, which knows no input formats. Tests: tests/test_generate.py
@@ -29,7 +30,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from inference import command, decoding
+from inference import decoding, parallel
 from inference.cache import KINDS
 from inference.checkpoint import WEIGHT_MODES, load
 from inference.command import Parser
@@ -131,7 +132,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most probable token")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", help="default: cpu; under torchrun the process's own GPU, if there is one")
     parser.add_argument("--numerics", default="native", choices=sorted(MODES))
     parser.add_argument("--no-fake-quant", action="store_true", help="keep KV and index rows unquantized")
     parser.add_argument("--weights", default="resident", choices=WEIGHT_MODES)
@@ -176,16 +177,17 @@ def _settings(options: argparse.Namespace) -> decoding.Settings:
         chunk_size=options.chunk)
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """The command, without the conversion of errors to exit codes."""
+def run(arguments: list[str] | None = None, ranks: parallel.Ranks | None = None) -> int:
+    """The command, without the conversion of errors to exit codes. ranks: processes that run it together."""
     options = _parse(arguments)
     if options.prompt is not None:
         sources = [Source(text=options.prompt)]
     else:
         sources = read_prompts(find_input(options.input_file or "example.txt"))
     tokenizer = Tokenizer.load(options.ckpt)
-    model = load(options.ckpt, options.device, options.numerics, not options.no_fake_quant, weights=options.weights,
-                 engram_dir=options.engram_dir, expert_cache=int(options.expert_cache * 2**30))
+    device = options.device or "cpu" if ranks is None else parallel.choose_device(options.device)
+    model = load(options.ckpt, device, options.numerics, not options.no_fake_quant, weights=options.weights,
+                 engram_dir=options.engram_dir, expert_cache=int(options.expert_cache * 2**30), ranks=ranks)
     if model.config.text_config.hidden_size < SMALL_WIDTH:
         torch.set_num_threads(1)
     if options.spec is None:
@@ -249,7 +251,7 @@ def _result(tokenizer: Tokenizer, prompt: Prompt, text: str, ids: list[int], sta
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return command.run(lambda: run(arguments))
+    return parallel.run(lambda ranks: run(arguments, ranks))
 
 
 if __name__ == "__main__":

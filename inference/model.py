@@ -37,7 +37,7 @@ from inference.hyper_connections import Mixes, collapse, compute_mixes, expand, 
 from inference.image_processor import TEXT, ImageInput, span_embeddings, validate_token_types
 from inference.layers import Embedding, Linear, RMSNorm, empty_parameter
 from inference.moe import MoE
-from inference.numerics import Numerics
+from inference.numerics import Numerics, full_precision
 from inference.vision import Aligner, VisionTower
 
 Observer = Callable[[str, Tensor], None]
@@ -92,9 +92,9 @@ class Layer(nn.Module):
         """x [B, S, D] -> [B, S, D]. Padding goes through no expert: one that only padding chose would be read for nothing."""
         if not context.is_padded:
             return self.ffn(x, context)
-        valid = context.valid
-        y = self.ffn(x[valid].unsqueeze(0), context.without_padding())
-        return torch.zeros_like(x).index_put((valid,), y.squeeze(0))
+        real = context.real_tokens
+        y = self.ffn(x.flatten(0, 1)[real].unsqueeze(0), context.without_padding())
+        return torch.zeros_like(x).flatten(0, 1).index_put((real,), y.squeeze(0)).view_as(x)
 
     def mixes(self, kind: str, streams: Tensor) -> Mixes:
         """Coefficients of the "attn" or "ffn" sub-layer from the streams that enter it, [B, S, C, D]."""
@@ -152,6 +152,7 @@ class Model(nn.Module):
         kind = kind or ("packed" if self.numerics.fake_quant else "bf16")
         return Cache(self.config, self.plan, batch_size, self.numerics.dtype, self.norm.weight.device, kind)
 
+    @full_precision()
     def forward(self, input_ids: Tensor, cache: Cache, *, token_types: Tensor | None = None,
                 images: Sequence[Sequence[ImageInput]] | None = None, image_rows: Sequence[Tensor | None] | None = None,
                 lengths: Sequence[int] | None = None, first_positions: Mapping[int, Sequence[int]] | None = None,
@@ -175,7 +176,7 @@ class Model(nn.Module):
         counts = self._check(input_ids, cache, lengths)
         batch, tokens = input_ids.shape
         text = self.config.text_config
-        starts = torch.tensor(cache.lengths, device=input_ids.device)
+        starts = cache.lengths_on_device()
         context = Context(
             self.numerics, positions=starts[:, None] + torch.arange(tokens, device=input_ids.device),
             starts=cache.lengths, counts=counts, observe=observe,
@@ -232,6 +233,7 @@ class Model(nn.Module):
         """
         whole, windows, tails, skipped, targets = context, {}, {}, {}, []
         pre, shared = first_pre(streams), Shared(published=cache.published)
+        held = self._held_windows(context, cache)
 
         def keep(groups: Groups | None, source: int) -> None:
             if groups is not None and groups.tail is not None:
@@ -248,11 +250,14 @@ class Model(nn.Module):
                 streams, pre, shared = later.pick(streams, context), later.pick(pre, context), shared.pick(context, later)
                 context = later
                 skipped[layer_id] = tuple(start - first for start, first in zip(context.starts, whole.starts))
-            # A row of the batch that skipped tokens has window rows from its first token in this layer on, no older ones.
-            gone = skipped.get(layer_id, (0,) * len(whole.starts))
-            context = dataclasses.replace(context, window_starts=tuple(
-                start if count else kept for count, start, kept in
-                zip(gone, context.starts, cache.window_starts(layer_id))))
+            window_starts = held.get(layer_id)
+            if any(skipped.get(layer_id, ())):
+                # A row of the batch that skipped tokens has window rows from its first token in this layer on, no older ones.
+                window_starts = torch.tensor([
+                    start if count else kept for count, start, kept in
+                    zip(skipped[layer_id], context.starts, cache.window_starts(layer_id))], device=streams.device)
+            if window_starts is not context.window_starts:
+                context = dataclasses.replace(context, window_starts=window_starts)
             if layer.plan.is_draft_target and self.mtp:
                 targets.append((dspark.conditioning(streams), context))
             if not any(context.counts):
@@ -279,6 +284,16 @@ class Model(nn.Module):
         return streams, pre, context, target, Pending(whole.starts, whole.counts, windows, tails, None, shared.published,
                                                       skipped)
 
+    def _held_windows(self, context: Context, cache: Cache) -> Mapping[int, Tensor]:
+        """Layer id -> [B] int64, the first position that has a window row, where that cuts a window of this call."""
+        window = self.config.text_config.sliding_window
+        starts = {layer.plan.layer_id: cache.window_starts(layer.plan.layer_id) for layer in self.layers}
+        cut = {i: held for i, held in starts.items()
+               if any(first > start - window + 1 for first, start in zip(held, context.starts) if first)}
+        table = torch.tensor(list(cut.values()), device=context.positions.device) if cut else ()
+        return dict(zip(cut, table))
+
+    @full_precision()
     def draft(self, anchor: Tensor, cache: Cache, choose: dspark.Choose | None = None,
               observe: Observer | None = None) -> dspark.Draft:
         """Propose dspark_block_size tokens after `anchor` [B] int64, the token that the next call would start with.

@@ -6,10 +6,13 @@ What it computes, per token x [D]
     weight   the unbiased scores of the chosen, divided by (their sum + 1e-20), times the routed scaling factor
     expert   h = silu(min(x w1, limit)) * clamp(x w3, -limit, limit) * weight in float32, cast, y = h w2
     output   float32 sum of the routed experts in ascending id order, plus the shared expert (weight 1), one cast
+Two forms of the routed experts
+    loop     one expert after the other; the reference, any device, any numerics, with gradients
+    grouped  experts.py: all of them in three grouped products, for BF16 weights in one block of memory (`stack_experts`)
 Mirrors
     official: classes `Gate`, `Expert`, `MoE`. No token is dropped; there is no capacity and no group limit.
 Tests
-    tests/test_moe.py
+    tests/test_moe.py, tests/test_cuda.py
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from inference.config import LayerPlan, TextConfig
 from inference.context import Context
+from inference.experts import Stack, grouped_experts, stack_weights
 from inference.layers import Linear, empty_parameter
 from inference.numerics import Numerics
 
@@ -68,12 +72,27 @@ class Expert(nn.Module):
         return self.w2(hidden.to(x.dtype), numerics)
 
 
+class Experts(nn.ModuleList):
+    """The routed experts of one layer. `stacks`: their w1, w3, w2 as one block each, once `stack_experts` made them."""
+
+    stacks: tuple[Stack, Stack, Stack] | None = None
+
+    def usable_stacks(self, x: Tensor) -> tuple[Stack, Stack, Stack] | None:
+        """The blocks, if products of x may take them: on its device, in BF16, no gradients, and still the weights."""
+        if self.stacks is None or x.dtype != torch.bfloat16 or self.stacks[0].device != x.device:
+            return None
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in self[0].parameters()):
+            return None
+        return self.stacks if all(stack.holds(getattr(self[end], name).weight, end) for end in (0, -1)
+                                  for name, stack in zip(("w1", "w3", "w2"), self.stacks)) else None
+
+
 class MoE(nn.Module):
     def __init__(self, config: TextConfig, plan: LayerPlan) -> None:
         super().__init__()
         self.name = f"{plan.name}.ffn"
         self.gate = Gate(config, plan)
-        self.experts = nn.ModuleList(Expert(config) for _ in range(plan.n_routed_experts))
+        self.experts = Experts(Expert(config) for _ in range(plan.n_routed_experts))
         self.shared_experts = Expert(config)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -85,13 +104,34 @@ class MoE(nn.Module):
         context.record(f"{self.name}.gate_scores", scores.unflatten(0, x.shape[:2]))
         context.record(f"{self.name}.expert_ids", ids.unflatten(0, x.shape[:2]))
         context.record(f"{self.name}.expert_weights", weights.unflatten(0, x.shape[:2]))
-        total = torch.zeros_like(tokens, dtype=torch.float32)
-        for expert_id in ids.unique().tolist():
-            token, slot = (ids == expert_id).nonzero(as_tuple=True)
-            y = self.experts[expert_id](tokens[token], weights[token, slot].unsqueeze(-1), context.numerics)
-            total = total.index_add(0, token, y.to(torch.float32))
+        total = self.routed(tokens, ids, weights, context)
         shared = self.shared_experts(tokens, None, context.numerics)
         context.record(f"{self.name}.shared", shared.unflatten(0, x.shape[:2]))
         out = (total + shared.to(torch.float32)).to(x.dtype).unflatten(0, x.shape[:2])
         context.record(f"{self.name}.out", out)
         return out
+
+    def routed(self, tokens: Tensor, ids: Tensor, weights: Tensor, context: Context) -> Tensor:
+        """tokens [n, D], ids and weights [n, A], ids ascending -> float32 sum of the routed experts [n, D]."""
+        stacks = self.experts.usable_stacks(tokens) if isinstance(self.experts, Experts) else None
+        if stacks is not None:
+            return grouped_experts(tokens, ids, weights, stacks, self.experts[0].limit, context.numerics,
+                                   context.memory_budget)
+        total = torch.zeros_like(tokens, dtype=torch.float32)
+        for expert_id in ids.unique().tolist():
+            token, slot = (ids == expert_id).nonzero(as_tuple=True)
+            y = self.experts[expert_id](tokens[token], weights[token, slot].unsqueeze(-1), context.numerics)
+            total = total.index_add(0, token, y.to(torch.float32))
+        return total
+
+
+def stack_experts(model: nn.Module) -> nn.Module:
+    """Lay the routed experts of every MoE in `model` out for the grouped form; gives `model` back.
+
+    Their weights keep their names and values, and become parts of one block each, so that no memory is added. Layers
+    whose weights are streamed, not of one format, or not BF16 stay with the loop. Call it once the weights are on their device.
+    """
+    for experts in [module for module in model.modules() if isinstance(module, Experts) and len(module)]:
+        stacks = [stack_weights([getattr(expert, name) for expert in experts]) for name in ("w1", "w3", "w2")]
+        experts.stacks = tuple(stacks) if all(stack is not None for stack in stacks) else None
+    return model

@@ -12,6 +12,8 @@ Mirrors official: `ModelArgs.dtype`, `act_quant` and `fp4_act_quant` call sites.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,21 @@ class Numerics:
             raise ValueError(f"Choosing the numerics: {name!r} is not one of {', '.join(MODES)}.")
         dtype, quantize_inputs = MODES[name]
         return cls(name, dtype, quantize_inputs, fake_quant)
+
+
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """While active (as `with` or as a decorator), CUDA products are what they say, whatever the program around has chosen.
+
+    Float32 products take no TF32, and sums of BF16 products stay in float32 until they are rounded (official: FP32 accumulation).
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = before
 
 
 MODES = {

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.quant import (E2M1_VALUES, E4M3_MAX, dequantize_groups, e2m1_decode, e2m1_encode, e8m0_to_float, float_to_e8m0,
-                             pack_nibbles, quantize_fp4_e8m0, quantize_fp8, unpack_nibbles)
+from inference.quant import (E2M1_VALUES, E4M3_MAX, dequantize_groups, e2m1_decode, e2m1_encode, e2m1_pairs, e8m0_to_float,
+                             float_to_e8m0, pack_nibbles, quantize_fp4_e8m0, quantize_fp8)
 
 BLOCK = 32  # official: channels per E8M0 scale
 SMALL_BLOCK = 16  # official: channels per E4M3 scale
@@ -42,13 +42,22 @@ class Packing:
     decode: Callable[[Tensor], Tensor]
 
     def pack(self, values: Tensor) -> Tensor:
-        """Fake-quantized values [..., n] -> uint8 [..., width(n)]."""
+        """Fake-quantized values [..., n] -> uint8 [..., width(n)]. Raises ValueError for other values."""
+        stored, fits = self.try_pack(values)
+        self.check(fits)
+        return stored
+
+    def try_pack(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """As `pack`, and whether the values fit, [] bool, for a `check` later: looking at it stops the host."""
         stored = self.encode(values.detach())
-        if not torch.equal(self.decode(stored), values.to(torch.float32)):
+        return stored, (self.decode(stored) == values.detach()).all()
+
+    def check(self, fits: Tensor) -> None:
+        """Raise ValueError if what was packed did not fit."""
+        if not bool(fits):
             raise ValueError(f"Packing {self.name}: its values are no codes times scales. Either they hold NaN or infinity, so "
                              "the weights overflow (look at the recorded points), or they were not fake-quantized (use a cache "
                              "of kind 'bf16').")
-        return stored
 
     def unpack(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 [..., width(n)] -> values [..., n]; exact in BF16 and float32."""
@@ -89,8 +98,8 @@ def _encode_fp4_e4m3(values: Tensor) -> Tensor:
         codes = torch.where(fits, tried_codes, codes)
         scale = torch.where(fits, tried.view(torch.uint8), scale)
         found = found | fits
-        if bool(found.all()):
-            break
+        if grouped.device.type == "cpu" and bool(found.all()):
+            break  # elsewhere looking costs more than trying on
     return torch.cat((pack_nibbles(codes.flatten(-2)), scale.squeeze(-1)), dim=-1)
 
 
@@ -108,8 +117,7 @@ def _split(stored: Tensor, code_bytes: int) -> tuple[Tensor, Tensor]:
 
 def _nibble_values(packed: Tensor) -> Tensor:
     """[..., n] bytes -> [..., 2n] float32; one look-up per byte, for two values."""
-    pairs = e2m1_decode(unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=packed.device))).view(256, 2)
-    return F.embedding(packed.to(torch.int32), pairs).flatten(-2)
+    return F.embedding(packed.to(torch.int32), e2m1_pairs(packed.device, torch.float32)).flatten(-2)
 
 
 WINDOW = Packing("a window row", lambda n: n + n // BLOCK, _encode_fp8, _decode_fp8)

@@ -24,6 +24,7 @@ Tests
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -82,8 +83,19 @@ def e2m1_encode(x: Tensor) -> Tensor:
 
 def e2m1_decode(code: Tensor) -> Tensor:
     """E2M1 codes 0..15 (uint8) to float32; code 8 is -0."""
-    table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=code.device)
-    return table[code.to(torch.int64)]
+    return _e2m1_table(code.device)[code.to(torch.int64)]
+
+
+@functools.cache
+def _e2m1_table(device: torch.device) -> Tensor:
+    """The values of codes 0..15. Kept per device: copying it there anew would stop the host at every use."""
+    return torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=device)
+
+
+@functools.cache
+def e2m1_pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[256, 2]: the two values of every byte of packed codes, low nibble first. Kept per device, likewise."""
+    return e2m1_decode(unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=device))).to(dtype).view(256, 2)
 
 
 def pack_nibbles(code: Tensor) -> Tensor:
@@ -107,6 +119,11 @@ def _groups(x: Tensor, group: int) -> Tensor:
     return x.to(torch.float32).unflatten(-1, (-1, group))
 
 
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number as a true division. On CUDA torch would multiply by the reciprocal of a Python number, one rounding more."""
+    return x / x.new_full((), number)
+
+
 def quantize_fp8(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     """E4M3 codes with one power-of-two scale per `group` channels (official: act_quant, scale_fmt ue8m0).
 
@@ -116,7 +133,7 @@ def quantize_fp8(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(1e-4)
     # official: multiplies by the float32 reciprocal, does not divide by 448.
-    scale = power_of_two_ceil(amax * torch.tensor(1.0 / E4M3_MAX, dtype=torch.float32))
+    scale = power_of_two_ceil(amax * (1.0 / E4M3_MAX))
     codes = (grouped / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)  # an overflow would cast to NaN
     return codes.flatten(-2), scale.squeeze(-1)
 
@@ -129,7 +146,7 @@ def quantize_fp4_e8m0(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126)
-    scale = power_of_two_ceil(amax * torch.tensor(1.0 / E2M1_MAX, dtype=torch.float32))
+    scale = power_of_two_ceil(amax * (1.0 / E2M1_MAX))
     codes = e2m1_encode((grouped / scale).clamp(-E2M1_MAX, E2M1_MAX))
     return codes.flatten(-2), scale.squeeze(-1)
 
@@ -142,7 +159,7 @@ def quantize_fp4_e4m3(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
     """
     grouped = _groups(x, group)
     amax = grouped.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-9)
-    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    scale = _divided(amax, E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
     codes = e2m1_encode((grouped / scale.to(torch.float32)).clamp(-E2M1_MAX, E2M1_MAX))
     return codes.flatten(-2), scale.squeeze(-1)
 
@@ -153,20 +170,48 @@ def dequantize_groups(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tens
     return (grouped * scale.unsqueeze(-1)).flatten(-2).to(dtype)
 
 
+class _StraightThrough(torch.autograd.Function):
+    """A quantizer whose gradient is the identity, as in training; through the casts it would be rounded to FP8 or lost."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+        return quantize(x)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _fake_quant(x: Tensor, quantize: Callable[[Tensor], Tensor]) -> Tensor:
+    return _StraightThrough.apply(x, quantize) if x.requires_grad and torch.is_grad_enabled() else quantize(x)
+
+
 def fake_quant_fp8(x: Tensor) -> Tensor:
-    """x [..., n] rounded to what `quantize_fp8` can store; same dtype."""
+    """x [..., n] rounded to what `quantize_fp8` can store; same dtype. Gradients pass straight through."""
+    return _fake_quant(x, _round_fp8)
+
+
+def fake_quant_fp4_e8m0(x: Tensor) -> Tensor:
+    """x [..., n] rounded to what `quantize_fp4_e8m0` can store; same dtype. Gradients pass straight through."""
+    return _fake_quant(x, _round_fp4_e8m0)
+
+
+def fake_quant_fp4_e4m3(x: Tensor) -> Tensor:
+    """x [..., n] rounded to what `quantize_fp4_e4m3` can store; same dtype. Gradients pass straight through."""
+    return _fake_quant(x, _round_fp4_e4m3)
+
+
+def _round_fp8(x: Tensor) -> Tensor:
     codes, scale = quantize_fp8(x)
     return dequantize_groups(codes.to(torch.float32), scale, x.dtype)
 
 
-def fake_quant_fp4_e8m0(x: Tensor) -> Tensor:
-    """x [..., n] rounded to what `quantize_fp4_e8m0` can store; same dtype."""
+def _round_fp4_e8m0(x: Tensor) -> Tensor:
     codes, scale = quantize_fp4_e8m0(x)
     return dequantize_groups(e2m1_decode(codes), scale, x.dtype)
 
 
-def fake_quant_fp4_e4m3(x: Tensor) -> Tensor:
-    """x [..., n] rounded to what `quantize_fp4_e4m3` can store; same dtype."""
+def _round_fp4_e4m3(x: Tensor) -> Tensor:
     codes, scale = quantize_fp4_e4m3(x)
     return dequantize_groups(e2m1_decode(codes), scale.to(torch.float32), x.dtype)
 
@@ -234,8 +279,10 @@ def decode_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _e4m3_values(packed: Tensor) -> Tensor:
-    """[..., n] E4M3 codes, or words of four, to BF16. A look-up: on a CPU, torch converts five times as slowly."""
+    """[..., n] E4M3 codes, or words of four, to BF16. A look-up on a CPU, where torch converts five times as slowly."""
     octets = packed.contiguous().view(torch.uint8)
+    if octets.device.type != "cpu":
+        return octets.view(torch.float8_e4m3fn).to(torch.bfloat16)
     table = torch.arange(256, dtype=torch.uint8, device=packed.device).view(torch.float8_e4m3fn).to(torch.bfloat16)
     return table.index_select(0, octets.flatten().to(torch.int32)).view(octets.shape)
 
@@ -248,8 +295,7 @@ def decode_mxfp4(weight: Tensor, scale: Tensor) -> Tensor:
 def _nibble_values(packed: Tensor) -> Tensor:
     """[..., n] bytes or words to the values of their E2M1 codes, BF16. One look-up per byte, for two values."""
     octets = packed.contiguous().view(torch.uint8)
-    codes = unpack_nibbles(torch.arange(256, dtype=torch.uint8, device=packed.device))
-    pairs = e2m1_decode(codes).to(torch.bfloat16).view(torch.int32)  # as one number, which a CPU selects faster
+    pairs = e2m1_pairs(packed.device, torch.bfloat16).view(torch.int32).flatten()  # one number, which a CPU selects faster
     return pairs.index_select(0, octets.flatten().to(torch.int32)).view(torch.bfloat16).view(*octets.shape[:-1], -1)
 
 
@@ -285,8 +331,7 @@ def _weight_scale(amax: Tensor, format_max: float) -> tuple[Tensor, Tensor]:
 
     ours: the float scale is at least 2^-126, and an all-zero group gets byte 0, as in the published files.
     """
-    reciprocal = torch.tensor(1.0 / format_max, dtype=torch.float32)
-    scale = power_of_two_ceil((amax * reciprocal).clamp_min(2.0**-126))
+    scale = power_of_two_ceil((amax * (1.0 / format_max)).clamp_min(2.0**-126))
     stored = torch.where(amax == 0, 0, float_to_e8m0(scale).view(torch.uint8)).view(torch.float8_e8m0fnu)
     return scale, stored
 
@@ -335,8 +380,8 @@ def encode_nvfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     _check_multiple(values, 16, "NVFP4")
     grouped = _groups(values, 16)
     amax = grouped.abs().amax()
-    global_scale = torch.where(amax > 0, amax / (E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
-    scale = (grouped.abs().amax(-1) / E2M1_MAX / global_scale).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
+    global_scale = torch.where(amax > 0, _divided(amax, E2M1_MAX * E4M3_MAX), torch.ones_like(amax))
+    scale = (_divided(grouped.abs().amax(-1), E2M1_MAX) / global_scale).clamp(2.0**-9, E4M3_MAX).to(torch.float8_e4m3fn)
     step = (scale.to(torch.float32) * global_scale).unsqueeze(-1)
     codes = e2m1_encode((grouped / step).clamp(-E2M1_MAX, E2M1_MAX))
     return pack_nibbles(codes.flatten(-2)), scale, global_scale
@@ -378,7 +423,7 @@ def affine_minmax(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     minimum is that end, otherwise negative; the bias is the value of code 0.
     """
     low, high = grouped.amin(-1), grouped.amax(-1)
-    step = ((high - low) / (2**bits - 1)).clamp_min(1e-7)  # MLX: its eps
+    step = _divided(high - low, 2**bits - 1).clamp_min(1e-7)  # MLX: its eps
     from_low = low.abs() > high.abs()
     step = torch.where(from_low, step, -step)
     edge = torch.where(from_low, low, high)

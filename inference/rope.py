@@ -15,6 +15,7 @@ Tests
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from inference.config import LayerPlan, TextConfig
 
 
+@functools.cache  # per layer and device: copying them there anew would stop the host in every layer
 def rope_frequencies(config: TextConfig, plan: LayerPlan, device: torch.device | str = "cpu") -> Tensor:
     """[R/2] float32 radians per position for one layer, fastest first."""
     width = config.qk_rope_head_dim

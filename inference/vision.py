@@ -19,6 +19,7 @@ Tests
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ VISION_NORM_EPS = 1e-6  # official: a constant of the vision code; the text mode
 Observer = Callable[[str, Tensor], None]
 
 
+@functools.lru_cache(maxsize=16)  # per size and device: copying them there anew would stop the host
 def rotation_angles(grid_rows: int, grid_cols: int, head_width: int, theta: float,
                     device: torch.device | str = "cpu") -> Tensor:
     """Angles of all patches in row-major order: [P, X/2] float32 radians, row angles first, then column angles.

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +24,14 @@ from inference.image_processor import ImageInput
 from inference.model import Model
 from inference.numerics import MODES
 from reference.alignment import gather, pair_up, widen
-from reference.compare import Added, Comparison, chosen_blocks
+from reference.compare import Added, Comparison, chosen_blocks, ratio_of
 from reference.compare_points import Result, judge_exact, judge_floats, judge_sets, recorded_margin, selection_margin
 from reference.flips import Arbiter, Decision, explain
 from reference.graft import Recorded, draft_points, prefill_points
 from reference.points import layer_of, lookup
 from reference.tolerances import Bound, bound_for
-from reference.trace import Inputs, Tracer
-from reference.trace_format import Trace, widen_bfloat16
+from reference.trace import Inputs, Tracer, config_digest
+from reference.trace_format import OtherCheckpoint, Trace, facts, widen_bfloat16
 
 MOST = 8  # ours: flips that a replay may contain
 NONE = Decision(-1, 0, 0.0, "no decision")  # taken: the arbiter decides nothing and does not search
@@ -44,7 +45,7 @@ class Replay:
 
     def __init__(self, model: Model, trace: Trace, other: Trace) -> None:
         self.model, self.trace = model, trace
-        self.block = model.config.text_config.candidate_block_size
+        self.facts = facts(model.config.to_dict())
         self.bound = bound_for(trace.numerics, trace.numerics, bool(trace.switch("fake_quant")))
         self.points, self.tokens = whole_prompt(trace)
         self.ids = torch.from_numpy(trace.input_ids[:, :self.tokens].copy())
@@ -64,7 +65,14 @@ class Replay:
                     arbiter.observe(path, value)
                 if path in self.points:
                     computed = value.float().numpy() if value.is_floating_point() else value.numpy()
-                    yield judge(path, self.points[path], computed, self.points, self.bound.module, self.block)
+                    yield judge(path, self.points[path], computed, self.points, self.bound.module, self.facts)
+
+    def embeds(self) -> bool:
+        """Whether the recorded embeddings are the model's; True where none are on record."""
+        if "embed" not in self.points:
+            return True
+        with contextlib.closing(self.grafted()) as results:
+            return not next(result for result in results if result.path == "embed").bad
 
     def first_bad(self, arbiter: Arbiter) -> tuple[int, str | None]:
         """How many replayed points agree before the first that does not, and that one."""
@@ -78,7 +86,7 @@ class Replay:
 
     def run_again(self, arbiter: Arbiter, bound: Bound) -> tuple[int, str | None]:
         """The calls of the trace once more, end to end: how many points agree, and the first that does not."""
-        sink = _LiveComparison(self.trace, arbiter, bound, self.block)
+        sink = _LiveComparison(self.trace, arbiter, bound, self.facts)
         images = () if self.images is None else tuple(self.images[0])
         inputs = Inputs(torch.from_numpy(self.trace.input_ids.copy()), self.all_types, images)
         calls = [(step["count"], step["kept"], step["draft"]) for step in self.trace.steps]
@@ -112,8 +120,8 @@ class _Disagrees(Exception):
 class _LiveComparison:
     """Sink of a run that compares every point with a trace at once and stops at the first that is out of bounds."""
 
-    def __init__(self, trace: Trace, arbiter: Arbiter, bound: Bound, block: int) -> None:
-        self.block = block
+    def __init__(self, trace: Trace, arbiter: Arbiter, bound: Bound, facts: dict[str, Any]) -> None:
+        self.facts = facts
         self.trace, self.arbiter, self.bound, self.agreed = trace, arbiter, bound, 0
         self.number: int | None = None  # of the call in the trace; None for tokens before it
         self.points: Points = {}  # of this call, as computed
@@ -142,7 +150,7 @@ class _LiveComparison:
         if entry.first is not None:  # only some rows are on record
             rows = self.trace.keys(entry, recorded.shape[1]) - self.trace.steps[self.number]["start"]
             computed = computed[:, rows]
-        if judge(path, recorded, computed, self.points, self.bound.of(path), self.block).bad:
+        if judge(path, recorded, computed, self.points, self.bound.of(path), self.facts).bad:
             raise _Disagrees(name)
         self.agreed += 1
 
@@ -202,9 +210,9 @@ def find_images(trace: Trace) -> list[ImageInput]:
 
 
 def judge(path: str, recorded: np.ndarray, computed: np.ndarray, points: Points, bound: float,
-          block: int) -> Result:
-    """A recorded point against its recomputation. block: columns of a candidate block."""
-    result, point = Result(path, path), lookup(path)
+          facts: dict[str, Any]) -> Result:
+    """A recorded point against its recomputation. facts: those of the configuration (trace_format.facts)."""
+    result, point, block = Result(path, path, ratio=ratio_of(facts, path)), lookup(path), facts["candidate_block_size"]
     stem = path.rpartition(".")[0] + "."
     keys = np.zeros(0, np.int64) if point.rows in ("call", "image") else np.arange(recorded.shape[1])
     if point.how in ("set", "selection", "mask") and recorded.shape[:-1] == computed.shape[:-1]:
@@ -234,14 +242,19 @@ def judge(path: str, recorded: np.ndarray, computed: np.ndarray, points: Points,
 
 
 def explain_difference(checkpoint: str | Path, tested: Trace, baseline: Trace, comparison: Comparison) -> list[Added]:
-    """Replay the tested trace, then, if it is clean, the baseline; then look for flips that explain what is left."""
+    """Replay the tested trace, then, if it is clean, the baseline; then look for flips that explain what is left.
+
+    Raises ValueError where the checkpoint cannot be loaded, OtherCheckpoint where it is not that of the traces.
+    """
     models: dict[tuple[str, bool], Model] = {}
     found, replays = [], {}
-    for side, trace, other in (("tested", tested, baseline), ("baseline", baseline, tested)):
+    sides = (("tested", tested, baseline), ("baseline", baseline, tested))
+    _check_checkpoint(checkpoint, sides, models, comparison)
+    for side, trace, other in sides:
         added = Added(side)
         found.append(added)
+        model = _model_for(checkpoint, trace, models)
         try:
-            model = _model_for(checkpoint, trace, models)
             replays[side] = Replay(model, trace, other)
             _replay(replays[side], added)
             first = comparison.first
@@ -266,8 +279,26 @@ def _model_for(checkpoint: str | Path, trace: Trace, models: dict[tuple[str, boo
     model = models[mode]
     vocabulary, highest = model.config.text_config.vocab_size, int(trace.input_ids.max())
     if highest >= vocabulary:
-        raise ValueError(f"Replaying {trace.origin}: token {highest} is outside the vocabulary of {checkpoint}.")
+        raise OtherCheckpoint(f"token {highest} of {trace.origin} is outside the vocabulary of {checkpoint}")
     return model
+
+
+def _check_checkpoint(checkpoint: str | Path, sides: Sequence[tuple[str, Trace, Trace]],
+                      models: dict[tuple[str, bool], Model], comparison: Comparison) -> None:
+    """Raise OtherCheckpoint where a trace states another configuration, or both have other embeddings."""
+    for _, trace, _ in sides:
+        model, stated = _model_for(checkpoint, trace, models), trace.manifest["model"].get("config_digest")
+        pictures = trace.manifest["inputs"].get("image_digests") and model.config.vision_config is None
+        if pictures or stated and stated != config_digest(model):
+            raise OtherCheckpoint(f"{trace.origin} was recorded with another configuration than {checkpoint} has")
+    if any(result.bad for result in comparison.results if result.path == "embed"):
+        return
+    try:
+        known = any(Replay(_model_for(checkpoint, trace, models), trace, other).embeds() for _, trace, other in sides)
+    except ValueError:
+        return  # a trace that cannot be replayed is reported where that is tried
+    if not known:
+        raise OtherCheckpoint(f"both have the same embeddings, and {checkpoint} makes others of these tokens")
 
 
 def _replay(replay: Replay, added: Added) -> None:
@@ -310,7 +341,7 @@ def _flips_inside(replay: Replay) -> tuple[Decision, ...]:
 def _replay_draft(replay: Replay, first: Result, added: Added) -> None:
     for path, computed, recorded in replay.drafted(first.position):
         added.results.append(judge(path, recorded, computed, draft_at(replay.trace, first.position),
-                                   replay.bound.module, replay.block))
+                                   replay.bound.module, replay.facts))
 
 
 def explain_flips(tested: Replay, baseline: Replay, bound: Bound) -> list[str]:

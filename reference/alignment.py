@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from reference.points import Point, lookup
-from reference.trace_format import Entry, Trace
+from reference.trace_format import Entry, Trace, check_axes
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ def gather(trace: Trace, entries: tuple[Entry, ...], drop_rejected: bool) -> tup
     values, keys = [], []
     for entry in entries:
         value = trace.read(entry)
+        check_axes(entry.path, value.shape)
         value = value[:, None] if point.rows == "draft" else value
         key = trace.keys(entry, value.shape[1])
         kept = trace.kept(entry, key) if drop_rejected else np.ones(len(key), bool)

@@ -1,6 +1,7 @@
-"""How fast the kernels are, next to what the machine can do: `python -m reference.benchmark kernel`.
+"""How fast this is, next to what the machine can do: `python -m reference.benchmark kernel|layer|decode|prefill|cpu`.
 
 What it measures
+    layer, decode, prefill, cpu    whole layers of the model: benchmark_layers.py
     kernel    sparse attention (`inference.kernel`) at the released sizes (64 heads, rows of 512 channels, 640 indices):
               prefill and decode, next to the torch form, a plain gather-and-multiply form, dense attention over the
               same rows, and the roofline of this machine
@@ -14,20 +15,17 @@ How
     Roofline: the larger of operations / matrix rate and bytes / bandwidth. Operations: 4 H K per query and index.
     Bytes: every row, query, index and output once. Rate and bandwidth are measured in the same run: an 8192-cubed BF16
     product of random numbers and a 4 GiB copy (bytes read plus bytes written).
+    --smoke runs the same code on small shapes, on a CPU too: its numbers say nothing.
 Leaves out
     The cost of calling: Python, argument checks and launches are hidden by the graph.
 Tests
-    tests/test_kernel_tilelang.py. A new subcommand (a layer, decode, prefill, the CPU) is one function in SUBCOMMANDS.
+    tests/test_benchmark.py, tests/test_kernel_tilelang.py
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import importlib.metadata
-import platform
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +35,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.kernel import sparse_attn, tilelang_installed
+from inference.numerics import full_precision
+from reference import benchmark_layers
+from reference.benchmark_clocks import Machine, best_time, eager_time, graph_time, median_time, versions
 
 HEADS, WIDTH, COUNT = 64, 512, 640  # official: num_attention_heads, head_dim, sliding window + index_topk
 SCALE = WIDTH**-0.5
@@ -76,29 +77,27 @@ CASES = (
     Case("decode, batch 8", 8, 1, 32768),
     Case("decode, batch 1", 1, 1, 32768),
 )
+SMALL_CASES = (Case("prefill, 8 queries, 700 rows", 1, 8, 700), Case("decode, batch 2", 2, 1, 700))
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q [B, S, H, K], kv [B, N, K], sink [H], indices [B, S, k]
 
 
 def kernel(arguments: argparse.Namespace) -> None:
     """Print the table of the sparse attention kernel."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not arguments.smoke:
         raise ValueError("Measuring the kernel: wanted a CUDA device, and torch sees none. "
-                         "Run this on a machine with an NVIDIA GPU.")
-    device = torch.device("cuda")
+                         "Run this on a machine with an NVIDIA GPU, or with --smoke.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(arguments.seed)
-    print(versions())
-    rate, bandwidth = matrix_rate(device), copy_bandwidth(device)
-    print(f"ceilings: {rate / 1e12:.0f} TFLOP/s (BF16, 8192 x 8192 x 8192), {bandwidth / 1e12:.2f} TB/s (copy, read + "
-          "written)\n")
-    kernels = ("tilelang", "tilelang-simple") if tilelang_installed() else ()
+    machine = Machine.measure(device, arguments.smoke)
+    print(f"{versions(device)}\n{machine.line()}\n")
+    kernels = ("tilelang", "tilelang-simple") if tilelang_installed() and device.type == "cuda" else ()
     print(f"{'':<35}" + "".join(f"{name:>19}" for name in kernels) + f"{'of roofline':>13}"
           + "".join(f"{name:>19}" for name in BASELINES) + f"{'error':>10}")
-    for case in CASES:
+    for case in SMALL_CASES if arguments.smoke else CASES:
         micro, error = measure(case, kernels, device, generator)
-        roofline = max(case.operations / rate, case.bytes / bandwidth)
-        print(table_row(case, kernels, micro, roofline, error), flush=True)
-    if kernels:
+        print(table_row(case, kernels, micro, machine.floor(case.operations, case.bytes), error), flush=True)
+    if kernels and not arguments.smoke:
         print(sustained(CASES[0], device, generator))
 
 
@@ -111,7 +110,7 @@ def measure(case: Case, kernels: tuple[str, ...], device: torch.device, generato
         run = functools.partial(sparse_attn, scale=SCALE, backend=name)
         errors.append(checked(name, run, inputs[0]))
         micro[name] = graph_time(run, inputs, launches=4 if case.is_prefill else 64)
-    slow_time = eager_time if case.is_prefill else functools.partial(graph_time, launches=8)
+    slow_time = eager_time if case.is_prefill else functools.partial(best_time, device=device, launches=8)
     errors.append(checked("torch form", torch_form, inputs[0]))
     micro["torch form"] = slow_time(torch_form, inputs)
     checked("plain torch", plain_torch, inputs[0])
@@ -125,7 +124,7 @@ def table_row(case: Case, kernels: tuple[str, ...], micro: dict[str, float], roo
     """Microseconds and TFLOP/s of the kernels, then the others in microseconds and as a multiple of the first form."""
     first = micro[kernels[0] if kernels else "torch form"]
     cells = [f"{f'{micro[name]:.1f} us {case.operations / micro[name] / 1e6:4.0f} T':>19}" for name in kernels]
-    cells.append(f"{roofline * 1e6 / first:>13.0%}")
+    cells.append(f"{roofline / first:>13.0%}")
     cells += [f"{f'{micro[name]:.0f} us {micro[name] / first:6.1f}x':>19}" for name in BASELINES]
     return f"{case.name:<35}" + "".join(cells) + f"{error:>10.1e}"
 
@@ -193,54 +192,7 @@ def checked(name: str, run: Callable[..., Tensor], inputs: Inputs) -> float:
     return error
 
 
-# --- clocks -----------------------------------------------------------------------------------------------------------
-
-
-def graph_time(run: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]], launches: int) -> float:
-    """Microseconds per launch, from a CUDA graph of `launches` launches that takes the inputs in turn."""
-    for one in inputs:
-        run(*one)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in range(launches):
-            run(*inputs[launch % len(inputs)])
-    graph.replay()
-    return median_time(graph.replay, 21) / launches
-
-
-def eager_time(run: Callable[..., Tensor], inputs: list[tuple[Tensor, ...]]) -> float:
-    """Microseconds per call without a graph, for forms that take milliseconds."""
-    run(*inputs[0])
-    return median_time(lambda: run(*inputs[0]), 3)
-
-
-def median_time(run: Callable[[], object], samples: int) -> float:
-    """Microseconds between two events around `run`, median."""
-    times = []
-    for _ in range(samples):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def matrix_rate(device: torch.device) -> float:
-    """Operations per second of a large BF16 product, four in a row."""
-    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / graph_time(torch.matmul, [(left, right)], launches=4) * 1e6
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a copy on the device."""
-    source = torch.empty(2**32, dtype=torch.uint8, device=device).fill_(1)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return 2 * source.numel() / median_time(lambda: target.copy_(source), 9) * 1e6
+# --- the command -----------------------------------------------------------------------------------------------------
 
 
 def sustained(case: Case, device: torch.device, generator: torch.Generator) -> str:
@@ -252,20 +204,14 @@ def sustained(case: Case, device: torch.device, generator: torch.Generator) -> s
         for launch in range(launches):
             sparse_attn(*inputs[launch % len(inputs)], SCALE, backend="tilelang")
 
-    micro = median_time(run, 1) / launches
+    micro = median_time(run, 1, device) / launches
     return (f"\n{case.name}, {launches} launches without a pause: {micro:.1f} us, "
             f"{case.operations / micro / 1e6:.0f} TFLOP/s (the clock follows the power limit)")
 
 
-def versions() -> str:
-    """Date, device and versions, one line."""
-    tilelang = importlib.metadata.version("tilelang") if tilelang_installed() else "not installed"
-    device = torch.cuda.get_device_properties(0)
-    return (f"{datetime.date.today()}, {device.name}, {device.multi_processor_count} multiprocessors; torch "
-            f"{torch.__version__}, CUDA {torch.version.cuda}, tilelang {tilelang}, Python {platform.python_version()}")
-
-
-SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {"kernel": kernel}
+SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
+    "kernel": kernel, "layer": benchmark_layers.layer, "decode": benchmark_layers.decode,
+    "prefill": benchmark_layers.prefill, "cpu": benchmark_layers.cpu}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -275,9 +221,16 @@ def main(arguments: list[str] | None = None) -> int:
     for name, run in SUBCOMMANDS.items():
         command = commands.add_parser(name, help=run.__doc__)
         command.add_argument("--seed", type=int, default=0, help="seed of the random inputs")
+        command.add_argument("--smoke", action="store_true", help="small shapes, to see that everything runs")
+        if name in ("layer", "decode", "prefill"):
+            command.add_argument("--weights", default="packed", choices=("packed", "resident"),
+                                 help="codes as stored, decoded at use, or BF16")
+        if name == "layer":
+            command.add_argument("--profile", action="store_true", help="count what the host waits for inside a layer")
     parsed = parser.parse_args(arguments)
     try:
-        SUBCOMMANDS[parsed.command](parsed)
+        with torch.no_grad(), full_precision():
+            SUBCOMMANDS[parsed.command](parsed)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -5,18 +5,19 @@
 TESTED is the run in question, BASELINE the one to trust. Both are trace folders (reference/trace_format.py); one of
 several traces in a folder is FOLDER/NAME.
 How it decides
-    1. Comparable: tokens, token types, pictures, configuration, revision, fake quantization and quirk switches agree.
+    1. Comparable: tokens, token types, pictures, configuration, revision, fake quantization and quirk switches agree,
+       and float32 is not compared with BF16.
     2. Every point both have, in the order of execution of the baseline: decisions by what they were chosen from, floats
-    by the
-       bounds of reference/tolerances.py (compare_points.py). Traces cut into other calls are aligned by absolute
+       by the bounds of reference/tolerances.py (compare_points.py). Traces cut into other calls are aligned by absolute
        position.
     3. After a proven rounding flip, later rows are held to the flip bound; a tie is listed and excuses nothing by
-    itself. 4. With --ckpt (needs torch): each module of the tested trace is rerun from its own recorded inputs
-    (added_error.py). What
-       agrees inherited its error; the first that does not adds it. If all agree, close rounding decisions are taken the
-       other way one by one to prove that they explain the rest.
+       itself.
+    4. With --ckpt (needs torch): each module of the tested trace is rerun from its own recorded inputs
+       (added_error.py). What agrees inherited its error; the first that does not adds it. If all agree, close rounding
+       decisions are taken the other way one by one to prove that they explain the rest.
 Exit codes
     0 equal within bounds, 1 diverged, 2 not comparable (or a whole concept is missing in TESTED), 3 bad input.
+    A trace of nothing but weights.* is a check of the weights alone: no other concept is missed.
 Imports numpy only; torch is loaded for --ckpt alone, matplotlib for --plot alone.
 Tests: tests/test_compare.py
 """
@@ -38,15 +39,16 @@ from reference import report
 from reference.alignment import Unit, gather, pair_up, same_calls, widen
 from reference.compare_points import (Result, judge_choice, judge_exact, judge_flips, judge_floats, judge_sets,
                                       recorded_margin, selection_margin)
-from reference.points import DISCRETE, LEVELS, layer_of, lookup
+from reference.points import DISCRETE, LEVELS, layer_number, layer_of, lookup
 from reference.tolerances import Bound, bound_for
-from reference.trace_format import Entry, Trace, open_trace
+from reference.trace_format import Entry, OtherCheckpoint, Trace, open_trace
 
 EQUAL, DIVERGED, NOT_COMPARABLE, BAD_INPUT = 0, 1, 2, 3
 # Rows before and after the fake quantizer whose flips can be recognized.
 _QUANTIZED = {"attn.kv_quant": "attn.kv", "attn.context_kv": "attn.context_kv_pre_quant"}
 _INTEGERS = ("BOOL", "U8", "I8", "I32", "I64")
 _STATE = ("cache", "weights")  # bookkeeping around the computation: may be absent
+PLOT_FORMATS = (".png", ".pdf", ".svg")
 _DRAFTED = ("mtp.markov_bias", "mtp.logits", "mtp.confidence")  # their row k depends on draft k - 1
 
 
@@ -102,24 +104,28 @@ def differing_fields(tested: Trace, baseline: Trace) -> list[str]:
     """What makes two runs incomparable, one line each."""
     found = []
 
-    def check(name: str, a: Any, b: Any, known: bool) -> None:
+    def differ(name: str, a: str, b: str, advice: str = "") -> None:
+        found.append(f"{name}: tested {a}, baseline {b}{advice and f' ({advice})'}")
+
+    def check(name: str, a: Any, b: Any, known: bool, advice: str = "") -> None:
         if known and a != b:
-            found.append(f"{name}: {_short(a)} and {_short(b)}")
+            differ(name, _short(a), _short(b), advice)
 
     covered = [_covered(trace) for trace in (tested, baseline)]
     common = sorted(set(covered[0]) & set(covered[1]))
     ids = [trace.input_ids for trace in (tested, baseline)]
     if len(ids[0]) != len(ids[1]):
-        found.append(f"sequences: {len(ids[0])} and {len(ids[1])}")
+        differ("sequences", str(len(ids[0])), str(len(ids[1])))
     elif not common:
-        found.append(f"positions: {covered[0][:1]}..{covered[0][-1:]} and {covered[1][:1]}..{covered[1][-1:]}")
+        differ("tokens covered", *(f"{part[0]}..{part[-1]}" if part else "none" for part in covered))
     else:
         # A token is fed with everything before it, so the prefix must agree as well where both traces state it.
         end = min(ids[0].shape[1], ids[1].shape[1], common[-1] + 1)
         wrong = np.argwhere(ids[0][:, :end] != ids[1][:, :end])
         if len(wrong):
             row, position = (int(i) for i in wrong[0])
-            found.append(f"input_ids[{row}, {position}]: {int(ids[0][row, position])} and {int(ids[1][row, position])}")
+            a, b = (str(int(each[row, position])) for each in ids)
+            differ(f"input_ids[{row}, {position}]", a, b, "different prompts")
         types = [trace.manifest["inputs"].get("token_types") for trace in (tested, baseline)]
         types = [np.full((len(ids[0]), end), -1) if value is None else np.asarray(value)[:, :end] for value in types]
         if not np.array_equal(*types):
@@ -129,9 +135,14 @@ def differing_fields(tested: Trace, baseline: Trace) -> list[str]:
     for name in ("config_digest", "revision"):
         values = [trace.manifest["model"].get(name, "") for trace in (tested, baseline)]
         check(name, *values, all(values))
-    for name in ("fake_quant", "as_published_index_keys"):
+    if tested.only_weights:
+        return found
+    for name, option in (("fake_quant", "--no-fake-quant"), ("as_published_index_keys", "--as-published-index-keys")):
         values = [trace.switch(name) for trace in (tested, baseline)]
-        check(name, *values, None not in values)
+        check(name, *values, None not in values, f"record both with or both without {option}")
+    numerics = [trace.numerics for trace in (tested, baseline)]
+    if ("float32" in numerics) and numerics[0] != numerics[1]:
+        differ("numerics", *numerics, "float32 against BF16 says nothing about either: record both with one --numerics")
     return found
 
 
@@ -172,7 +183,7 @@ class Comparer:
             yield result
 
     def compare(self, unit: Unit) -> Result:
-        result = Result(unit.name, unit.path)
+        result = Result(unit.name, unit.path, ratio=ratio_of(self.facts, unit.path))
         if unit.point.how == "info":
             result.verdict = "skipped"
             return result
@@ -300,8 +311,7 @@ class Comparer:
         mask = np.zeros(shape[:2], bool)
         for sequence, position in self.flipped.items():
             if unit.point.rows == "group":
-                layer = int(unit.path.split(".")[1])
-                ratio = max(1, (self.facts.get("compress_ratios") or [1] * (layer + 1))[layer])
+                ratio = max(1, ratio_of(self.facts, unit.path))
                 mask[sequence] |= (keys + 1) * ratio - 1 >= position
             else:
                 mask[sequence] |= keys >= position + (unit.point.rows == "draft")
@@ -314,6 +324,8 @@ class Comparer:
         """Two points of which at least one is known by digest and statistics only."""
         if a.shape != b.shape:
             return _shape_result(result, f"shape {list(a.shape)}, wanted {list(b.shape)}")
+        if a.dtype != b.dtype and a.path.startswith("weights."):
+            return _shape_result(result, f"dtype {a.dtype}, wanted {b.dtype}")
         if lookup(a.path).kind == DISCRETE or not a.facts or not b.facts:
             result.verdict, result.error, result.excess = "different", np.inf, np.inf
             result.detail = f"digest {a.digest[:12]}, wanted {b.digest[:12]}"
@@ -340,6 +352,12 @@ def _either(sides: tuple[np.ndarray | None, np.ndarray | None]) -> np.ndarray | 
     return sides[1] if sides[1] is not None else sides[0]
 
 
+def ratio_of(facts: dict[str, Any], path: str) -> int:
+    """Tokens per compressed row in the layer of a path; 0 where that is not known."""
+    layer, ratios = layer_number(path), facts.get("compress_ratios") or ()
+    return ratios[layer] if layer is not None and layer < len(ratios) else 0
+
+
 def chosen_blocks(mask: np.ndarray, block: int) -> np.ndarray:
     """Boolean columns [B, R, N] -> the numbers of the blocks that have one, -1 for the others."""
     padded = widen(mask.astype(bool), -(-mask.shape[-1] // block) * block, False)
@@ -354,7 +372,7 @@ def compare(tested: Trace, baseline: Trace, checkpoint: str | Path | None = None
     if differing:
         more = f" (and {len(differing) - 1} more)" if differing[1:] else ""
         report_of.verdict = f"NOT COMPARABLE: {differing[0]}{more}"
-        report_of.notes = differing
+        report_of.notes = differing[1:]
         return report_of
     comparer = Comparer(tested, baseline)
     report_of.bound = comparer.bound
@@ -372,7 +390,11 @@ def compare(tested: Trace, baseline: Trace, checkpoint: str | Path | None = None
     if checkpoint is not None:
         from reference import added_error  # torch is needed from here on
 
-        report_of.added = added_error.explain_difference(checkpoint, tested, baseline, report_of)
+        try:
+            report_of.added = added_error.explain_difference(checkpoint, tested, baseline, report_of)
+        except OtherCheckpoint as error:
+            report_of.verdict = f"NOT COMPARABLE: --ckpt is not the checkpoint of these traces: {error}"
+            return report_of
     _conclude(report_of, tested, baseline, compared)
     return report_of
 
@@ -385,11 +407,16 @@ def _sort_by_concept(found: dict[str, list[str]], names: list[str]) -> None:
 
 
 def missing_concepts(comparison: Comparison, tested: Trace, baseline: Trace) -> list[str]:
-    """Concepts of the baseline, at the level both recorded, of which the tested trace has nothing."""
+    """Concepts of the baseline, at the level and in the layers both recorded, of which the tested trace has nothing."""
+    if tested.only_weights:
+        return []
+    layers = tested.manifest.get("layers")
     depth = min(LEVELS.index(trace.manifest["level"]) for trace in (tested, baseline))
     wanted = set()
     for entry in baseline.entries.values():
-        point = lookup(entry.path)
+        point, layer = lookup(entry.path), layer_of(entry.path)
+        if layers is not None and layer is not None and layer not in layers:
+            continue
         if point is not None and point.depth <= depth and point.how not in ("info", "own"):
             wanted.add(point.concept)
     got = {lookup(result.path).concept for result in comparison.results if result.verdict != "skipped"}
@@ -404,7 +431,11 @@ def _conclude(comparison: Comparison, tested: Trace, baseline: Trace, compared: 
     missing = missing_concepts(comparison, tested, baseline)
     clean = bool(comparison.added) and all(not added.culprit and not added.error for added in comparison.added)
     small = max((result.error for result in compared), default=0.0) <= comparison.bound.flip
-    if first is not None and not (clean and (proven or small)):
+    # In BF16 modules decide: about points that were replayed, and ids chosen by their values.
+    replayed = {result.path for added in comparison.added for result in added.results}
+    decided = comparison.bound.is_loose and all(result.path in replayed or lookup(result.path).how == "choice"
+                                                for result in compared if result.bad)
+    if first is not None and not (clean and (proven or small or decided)):
         comparison.code = DIVERGED
         comparison.verdict = _headline("DIVERGED at", first, first.name)
         if culprit is not None and culprit.path != first.path:
@@ -429,7 +460,10 @@ def _conclude(comparison: Comparison, tested: Trace, baseline: Trace, compared: 
     if comparison.code == EQUAL:
         for result in compared:
             result.verdict = "explained" if result.bad else result.verdict  # by the flips that were proven
-    if first is not None and comparison.code == EQUAL and not proven:
+    if first is not None and comparison.code == EQUAL and comparison.bound.is_loose:
+        comparison.notes.append(f"end to end out of bounds from {first.name} on, but every module agrees from its "
+                                "recorded inputs, and in BF16 that decides")
+    elif first is not None and comparison.code == EQUAL and not proven:
         comparison.notes.append(f"end to end out of bounds from {first.name} on, but no more than one flip moves a "
                                 "point; every module agrees from its recorded inputs, so these are flips, not located "
                                 "one by one")
@@ -441,8 +475,8 @@ def _conclude(comparison: Comparison, tested: Trace, baseline: Trace, compared: 
 
 
 def _headline(words: str, result: Result, name: str) -> str:
-    position = "" if result.position is None else f", position {result.position}"
-    return f"{words} {name}{position}: {result.label()}"
+    row = "" if result.position is None else f", {result.row(result.position)}"
+    return f"{words} {name}{row}: {result.label()}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -453,18 +487,27 @@ def main(arguments: list[str] | None = None) -> int:
                         help="checkpoint of both: tells inherited from added errors (needs torch)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--details", action="store_true", help="list every point")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the error of every layer (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.png",
+                        help=f"draw the error of every layer (needs matplotlib): {', '.join(PLOT_FORMATS)}")
     options = parser.parse_args(arguments)
     try:
+        _check_plot(options.plot)
         comparison = compare(open_trace(options.tested), open_trace(options.baseline), options.ckpt)
-    except ValueError as error:  # a TraceError, or one of the checkpoint
+        try:
+            _show(comparison, options)
+        except BrokenPipeError:  # the reader of a pipe stopped early; let the interpreter flush into nothing
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:  # a trace, the checkpoint, or the picture
         print(f"BAD INPUT. {error}", file=sys.stderr)
         return BAD_INPUT
-    try:
-        _show(comparison, options)
-    except BrokenPipeError:  # the reader of a pipe stopped early; let the interpreter flush into nothing
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return comparison.code
+
+
+def _check_plot(path: str | None) -> None:
+    """Before any work: a picture that cannot be written."""
+    if path is not None and (Path(path).suffix not in PLOT_FORMATS or not Path(path).absolute().parent.is_dir()):
+        raise ValueError(f"Drawing the plot: {path} must be a file in a folder that exists and end with one of "
+                         f"{', '.join(PLOT_FORMATS)}.")
 
 
 def _show(comparison: Comparison, options: argparse.Namespace) -> None:

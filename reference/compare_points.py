@@ -6,6 +6,7 @@ Decisions, by what was chosen from:
     tie            they differ among members whose scores are exactly equal
     near-tie (m)   they differ, and the scores are only m apart, below the bound of those scores
     different      they differ by more than rounding can explain
+    m is how far apart the scores of the exchanged members are, in the unit of those scores.
 Rounding flips: a fake-quantized row that differs is a `flip (n)` when the recorded value before quantization, moved by
 the relative amount n <= 1e-5, rounds to exactly what either side has. Without that value on record it is `different`.
 Arrays are [B, R, ...] with one key per row R (see trace_format.py), or of any shape where a point has no rows.
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from reference.points import lookup
 from reference.tolerances import ENTRY_FACTOR, Bound
 
 # ours: relative nudges tried at a rounding midpoint. Far above float32 noise, far below the distance of codes (6e-2).
@@ -28,7 +30,7 @@ NUDGES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
 FP8_GROUP = 32  # official: channels that share the scale of a window row
 
 OUT_OF_BOUNDS = ("different", "shape")
-Lookup = Callable[[str], tuple[np.ndarray | None, np.ndarray | None]]  # path -> both sides, rows aligned, or None
+_MEMBERS = {"indexer.candidates": "block", "indexer.topk": "row", "ffn.expert_ids": "expert"}  # what a set is made of
 
 
 @dataclass
@@ -46,10 +48,20 @@ class Result:
     detail: str = ""
     numbers: dict[str, Any] = field(default_factory=dict)
     decided: list[tuple[int, int]] = field(default_factory=list)  # (sequence, key) of ties and flips
+    ratio: int = 0  # tokens per row of a compressed point; 0 = not known
 
     @property
     def bad(self) -> bool:
         return self.verdict in OUT_OF_BOUNDS
+
+    def row(self, key: int) -> str:
+        """A row in words: an absolute position, or a compressed row with the tokens it is made of."""
+        point = lookup(self.path)
+        if point is None or point.rows != "group":
+            return f"position {key}"
+        first, last = key * self.ratio, (key + 1) * self.ratio - 1
+        tokens = "" if not self.ratio else f" (token {first})" if first == last else f" (tokens {first}..{last})"
+        return f"row {key}{tokens}"
 
     def label(self) -> str:
         return self.verdict if self.margin is None else f"{self.verdict} ({self.margin:.3g})"
@@ -118,7 +130,7 @@ def judge_floats(result: Result, actual: np.ndarray, expected: np.ndarray, keys:
             place = np.unravel_index(int(np.argmax(row)), row.shape)
             result.index = [int(place[0]), first, *(int(i) for i in place[1:])]
             result.numbers["worst"] = [float(side[tuple(result.index)]) for side in (a, b)]
-    result.detail = "at {} {:.8g}, wanted {:.8g}".format(_place(result.index, keys), *result.numbers["worst"])
+    result.detail = "at {} {:.8g}, wanted {:.8g}".format(_place(result, result.index, keys), *result.numbers["worst"])
     return result
 
 
@@ -128,12 +140,12 @@ def _row_classes(loose: np.ndarray | None, bound: float, flip_bound: float) -> l
     return [(rows, limit) for rows, limit in ((loose, flip_bound), (~loose, bound)) if rows.any()]
 
 
-def _place(index: list[int], keys: np.ndarray) -> str:
-    """Index of an entry in words: the sequence if there are several, the position, then the channels."""
+def _place(result: Result, index: list[int], keys: np.ndarray) -> str:
+    """Index of an entry in words: the sequence, the row, then the channels."""
     if not len(keys):
         return str(index)
     channels = f" {index[2:]}" if index[2:] else ""
-    return f"sequence {index[0]}, position {int(keys[index[1]])}{channels}"
+    return f"sequence {index[0]}, {result.row(int(keys[index[1]]))}{channels}"
 
 
 # --- decisions ---------------------------------------------------------------------------------------------------
@@ -146,7 +158,8 @@ def judge_exact(result: Result, actual: np.ndarray, expected: np.ndarray, keys: 
         index = [int(i) for i in wrong[order[0]]]
         _differs(result, index, keys)
         values = int(actual[tuple(index)]), int(expected[tuple(index)])
-        result.detail = f"at {_place(index, keys)} {values[0]}, wanted {values[1]} ({len(wrong)} entries differ)"
+        place = _place(result, index, keys)
+        result.detail = f"at {place} {values[0]}, wanted {values[1]} ({len(wrong)} entries differ)"
     return result
 
 
@@ -171,7 +184,8 @@ def judge_sets(result: Result, actual: np.ndarray, expected: np.ndarray, keys: n
     for index in sorted(wrong, key=lambda index: (index[1], index)):
         left, right = set(a[tuple(index)].tolist()) - {-1}, set(b[tuple(index)].tolist()) - {-1}
         margin, tolerance = margin_of(tuple(index), left - right, right - left)
-        text = f"at {_place(index, keys)} only here {sorted(left - right)}, only wanted {sorted(right - left)}"
+        text = (f"at {_place(result, index, keys)} only here {_members(result, left - right)}, only wanted "
+                f"{_members(result, right - left)}")
         if len(left) != len(right) or not margin <= tolerance:
             _differs(result, index, keys)
             result.margin, result.detail = (None if math.isinf(margin) else margin), text
@@ -181,6 +195,12 @@ def judge_sets(result: Result, actual: np.ndarray, expected: np.ndarray, keys: n
         result.detail = result.detail or text
     _conclude(result, worst)
     return result
+
+
+def _members(result: Result, numbers: set[int]) -> str:
+    """Members of a set in words: blocks 1 and 4 as "block 1, 4"."""
+    word = next((word for end, word in _MEMBERS.items() if result.path.endswith(end)), "")
+    return f"{word} {', '.join(map(str, sorted(numbers)))}".lstrip() if numbers else "none"
 
 
 def _conclude(result: Result, worst: float) -> None:
@@ -224,7 +244,7 @@ def judge_choice(result: Result, actual: np.ndarray, expected: np.ndarray, keys:
     worst = 0.0
     for index in sorted(([int(i) for i in index] for index in wrong), key=lambda index: (index[1], index)):
         here, wanted = int(actual[tuple(index)]), int(expected[tuple(index)])
-        text = f"at {_place(index, keys)} {here}, wanted {wanted}"
+        text = f"at {_place(result, index, keys)} {here}, wanted {wanted}"
         if (index[0], int(keys[index[1]])) in result.decided:
             continue  # a later draft of a row whose first difference was a tie
         margin = tolerance = math.inf

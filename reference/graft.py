@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from inference import dspark
-from inference.compressor import Groups
 from inference.context import Context, Shared
 from inference.hyper_connections import Mixes, collapse, expand, first_pre
 from inference.image_processor import ImageInput
@@ -47,7 +46,8 @@ def prefill_points(model: Model, trace: Recorded, input_ids: Tensor, token_types
     text = model.config.text_config
     batch, tokens = input_ids.shape
     image_mask = None if token_types is None else token_types >= 0
-    context = Context(model.numerics, torch.arange(tokens).expand(batch, -1), (0,) * batch, (tokens,) * batch, image_mask)
+    positions = torch.arange(tokens, device=input_ids.device).expand(batch, -1)
+    context = Context(model.numerics, positions, (0,) * batch, (tokens,) * batch, image_mask)
     cache = model.new_cache(batch)
 
     hash_ids = {}
@@ -64,7 +64,7 @@ def prefill_points(model: Model, trace: Recorded, input_ids: Tensor, token_types
         spans = []
         for number, image in enumerate(image for row in images for image in row):
             suffix = f"#{number}" if number else ""
-            features = model.vision(image.patches, image.patch_rows, image.patch_cols, model.numerics)
+            features = model.vision(image.patches.to(input_ids.device), image.patch_rows, image.patch_cols, model.numerics)
             yield f"vision.out{suffix}", features
             features = trace.use(f"vision.out{suffix}", features)
             cells = model.aligner(features, image.patch_rows, image.patch_cols, model.numerics)
@@ -108,16 +108,16 @@ def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache, main_hidd
     anchor [B]; cache: after the prompt, rings committed; main_hidden [B, 1, targets * D] of the last position, as computed.
     """
     text, size = model.config.text_config, model.config.text_config.dspark_block_size
-    starts = torch.tensor(cache.lengths)
+    starts = torch.tensor(cache.lengths, device=anchor.device)
     last = Context(model.numerics, (starts - 1).unsqueeze(1), tuple(n - 1 for n in cache.lengths), (1,) * len(starts))
     yield "mtp.main_hidden", main_hidden
     main_x = model.mtp[0].main_norm(model.mtp[0].main_proj(trace.use("mtp.main_hidden", main_hidden), model.numerics))
     yield "mtp.main_x", main_x
     main_x = trace.use("mtp.main_x", main_x)
 
-    noise = torch.full((len(starts), size - 1), text.dspark_noise_token_id)
+    noise = torch.full((len(starts), size - 1), text.dspark_noise_token_id, device=anchor.device)
     block = torch.cat((anchor.unsqueeze(1), noise), dim=1)
-    context = Context(model.numerics, starts[:, None] + torch.arange(size), cache.lengths, (size,) * len(starts))
+    context = Context(model.numerics, starts[:, None] + torch.arange(size, device=anchor.device), cache.lengths, (size,) * len(starts))
     streams = model.embed(block, model.numerics).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
     pre = first_pre(streams)
     for stage in model.mtp:
@@ -132,10 +132,11 @@ def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache, main_hidd
             yield f"{attn.name}.in", x
             x = trace.use(f"{attn.name}.in", x)
             slot = (starts - 1) % ring.shape[1]
-            known = ring.index_put((torch.arange(len(starts)), slot), context_kv[:, 0])
+            known = ring.index_put((torch.arange(len(starts), device=slot.device), slot), context_kv[:, 0])
             _, q = attn.query(x, frequencies, context)
             kv = torch.cat((known, attn.window_rows(x, frequencies, context)), dim=1)
-            out = attn.attend(q, kv, dspark.block_indices(cache.lengths, ring.shape[1], size), frequencies, context)
+            indices = dspark.block_indices(cache.lengths, ring.shape[1], size).to(x.device)
+            out = attn.attend(q, kv, indices, frequencies, context)
             yield f"{attn.name}.out_unrotated", out
             out = attn.project(trace.use(f"{attn.name}.out_unrotated", out), context)
             yield f"{attn.name}.out", out
@@ -203,7 +204,7 @@ class _AttentionPoints:
             finished = groups.counts[0]
             latent = groups.latent[:, :finished]
             yield f"{name}.compressor.latent", latent
-            groups = Groups(trace.use(f"{name}.compressor.latent", latent), groups.firsts, groups.counts, None)
+            groups = dataclasses.replace(groups, latent=trace.use(f"{name}.compressor.latent", latent))
             rows = rotate(groups.latent, groups.positions(plan.compress_ratio), frequencies)
             rows = fake_quant_fp4_e4m3(rows) if fake_quant else rows
             keys = attn.indexer.keys(groups, frequencies, context)

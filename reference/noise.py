@@ -1,16 +1,18 @@
-"""Measure how much two equally right runs differ, and write it where the bounds are.
+"""Measure how much two equally right runs differ, and print it beside the bounds.
 
-    python -m reference.noise [--ckpt DIR] [--input-file FILE ...] [--dry-run]
+    python -m reference.noise [--ckpt DIR] [--input-file FILE ...] [--write]
 
 What is measured, on the packaged tiny model unless told otherwise, as the largest relative L2 over all points:
     one kind of numerics   the run as it is, and once more with every product summed in float64 (another order of
-    summation) two kinds              float32, dequantized and native against each other
+                           summation)
+    two kinds              float32, dequantized and native against each other
     each with fake quantization on and off; `module` from recorded inputs (graft.py); end to end, `end` outside
     attention and `attention` inside it, next to the quantizers. Except for float32, points behind a decision
     that fell the other way take part.
     flip                   float32 with fake quantization: every close rounding decision taken the other way, one at a
                            time
-The result replaces the block FLOORS in reference/tolerances.py; bounds are not touched.
+Input files are those of reference.trace; by default the packaged prompts, only the text one for a checkpoint without
+vision. With --write the result replaces the block FLOORS in reference/tolerances.py; bounds are not touched.
 Tests: tests/test_compare.py
 """
 
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import inference
+from inference.config import Config
 from inference.model import Model
 from inference.numerics import MODES
 from reference import tolerances
@@ -177,7 +180,11 @@ def write_floors(floors: dict[str, dict[str, float]], path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if not _BLOCK.search(text):
         raise ValueError(f"Writing the floors: {path} has no block between '# floors: begin' and '# floors: end'.")
-    path.write_text(_BLOCK.sub(lambda match: match[1] + "\n".join([*lines, "}"]) + match[2], text), encoding="utf-8")
+    block = "\n".join([*lines, "}"])
+    try:
+        path.write_text(_BLOCK.sub(lambda match: match[1] + block + match[2], text), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"Writing the floors: {path} cannot be written ({error}).") from None
 
 
 def table(floors: dict[str, dict[str, float]]) -> str:
@@ -198,13 +205,15 @@ def table(floors: dict[str, dict[str, float]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reference.noise", description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", default=str(GOLDEN / "checkpoint"), metavar="DIR")
-    parser.add_argument("--input-file", action="append", help="prompts; by default the packaged text and pictures")
-    parser.add_argument("--dry-run", action="store_true", help="print only")
+    parser.add_argument("--input-file", action="append",
+                        help="prompts; by default the packaged text and, if the checkpoint has vision, pictures")
+    parser.add_argument("--write", action="store_true", help="also replace the floors in reference/tolerances.py")
     options = parser.parse_args(arguments)
     try:
-        floors = measure(options.ckpt, options.input_file or PROMPTS)
+        prompts = PROMPTS if Config.from_file(options.ckpt).vision_config is not None else PROMPTS[:1]
+        floors = measure(options.ckpt, options.input_file or prompts)
         print(table(floors))
-        if not options.dry_run:
+        if options.write:
             write_floors(floors, Path(tolerances.__file__))
             print(f"written to {tolerances.__file__}")
     except ValueError as error:

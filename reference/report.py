@@ -2,7 +2,8 @@
 
 The text has one verdict line, one table (a row per concept), a bar per layer of added error, notes and a receipt: what
 was compared, what was not, the measured noise, and the strongest sentence that the run supports.
-Bars are logarithmic, from 1e-9 to 1: a single tall bar is a bug, a slow ramp is precision.
+Bars are logarithmic, from 1e-9 to 1: the first tall bar is a bug (of replayed modules: every tall one), a slow ramp is
+precision.
 Imports numpy only (matplotlib for `plot`). Tests: tests/test_compare.py
 """
 
@@ -60,7 +61,10 @@ def as_text(comparison: Comparison, details: bool = False, color: bool = False) 
     """The whole terminal view."""
     paint = _Paint(color)
     tint = {0: "green", 1: "red"}.get(comparison.code, "yellow")
-    lines = [paint(comparison.verdict, tint, "bold")]
+    sides = comparison.tested, comparison.baseline
+    names = [Path(side).name for side in sides]
+    tested, baseline = names if names[0] != names[1] else sides
+    lines = [paint(comparison.verdict, tint, "bold"), paint(f"  tested = {tested}, baseline = {baseline}", "dim")]
     if comparison.first is not None and comparison.code == 1:
         lines += _first_lines(comparison, paint)
     if comparison.results:
@@ -98,7 +102,7 @@ def _origin_lines(comparison: Comparison, paint: _Paint) -> list[str]:
         own = next((result for result in added.results if result.path == first.path), None)
         if added.side == "tested" and own is not None:
             word = "ADDED here" if own.bad else "inherited"
-            lines.append(paint(f"  {word}: from its recorded inputs this point is off by {number(own.error)}", "bold"))
+            lines.append(paint(f"  {word}: from its recorded inputs this point {_off(own)}", "bold"))
         elif added.side == "tested" and wrong:
             lines.append(paint(f"  ADDED between the recorded points up to {wrong[0]}", "bold"))
         if wrong:
@@ -107,6 +111,15 @@ def _origin_lines(comparison: Comparison, paint: _Paint) -> list[str]:
         else:
             lines.append(f"  {added.side}: every module agrees from its recorded inputs")
     return lines
+
+
+def _off(result: Result) -> str:
+    """How far a replayed point is from its recomputation, in words."""
+    if result.error == 0:
+        return "is right"
+    if math.isinf(result.error):
+        return "is decided differently" if lookup(result.path).kind == "discrete" else "has another shape or infinities"
+    return f"is off by {number(result.error)}" + ("" if result.bad else ", within bounds")
 
 
 def _grouped(paths: list[str]) -> list[str]:
@@ -157,11 +170,12 @@ def added_by_layer(comparison: Comparison) -> tuple[dict[str, float], str]:
     """Error per layer, and what it is: replayed from recorded inputs, or the growth of the end-to-end error."""
     for added in comparison.added:
         if added.by_layer and (added.culprit or added.side == "tested"):
-            meaning = f"added by every layer of the {added.side} trace, from its recorded inputs"
+            meaning = f"added by every layer of the {added.side} trace, from its recorded inputs, log scale"
             return dict(sorted(added.by_layer.items(), key=_layer_key)), meaning
     from reference.compare import growth_by_layer  # it imports this module
 
-    return growth_by_layer(comparison), "growth of the error over every layer (give --ckpt for what each one adds)"
+    return growth_by_layer(comparison), ("increase of the error per layer, log scale (give --ckpt for what each one "
+                                         "adds)")
 
 
 def _layer_key(item: tuple[str, float]) -> tuple[str, int]:
@@ -229,20 +243,27 @@ def _level(tested: Trace, baseline: Trace) -> str:
 
 
 def _claim(comparison: Comparison, tested: Trace, compared: list[Result]) -> str:
+    if comparison.code == 1 and tested.only_weights:
+        return "these are not the same weights"
+    if comparison.code == 1 and comparison.bound.is_loose and not any(added.culprit for added in comparison.added):
+        return "nothing yet: in BF16 one rounding can grow this far; --ckpt decides, module by module"
     if comparison.code == 1:
         return "the two do not compute the same function on these tokens"
     if comparison.code == 2:
         return "nothing about the concepts that are missing"
+    if tested.only_weights:
+        return "the weights above are the same bits; nothing about what is computed with them"
     concepts = {lookup(result.path).concept for result in compared}
     layers = {layer_number(result.path) for result in compared} - {None}
     where = f"{len(concepts)} concepts" + (f" in {len(layers)} layers" if layers else "")
     modules = bool(comparison.added) and not any(added.culprit or added.error for added in comparison.added)
-    how = "end to end and module by module" if modules else "end to end"
+    if comparison.bound.is_loose:
+        how = (f"module by module (bound {comparison.bound.module:.0e})" if modules else "end to end within the bound "
+               "above (in BF16 that is a sanity check; give --ckpt to judge every module)")
+    else:
+        how = f"end to end {'and module by module ' if modules else ''}within the bound above"
     calls = f"{len(tested.steps)} calls" if len(tested.steps) > 1 else "one call"
-    if comparison.bound.end > 0.1 and not modules:
-        how += " (in BF16 that is a sanity check; give --ckpt to judge every module)"
-    return (f"on these tokens, in {calls}, {where} agree {how} within the bound above; nothing about other lengths or "
-            "modes")
+    return f"on these tokens, in {calls}, {where} agree {how}; nothing about other lengths or modes"
 
 
 # --- machine-readable --------------------------------------------------------------------------------------------

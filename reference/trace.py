@@ -52,8 +52,8 @@ from inference.model import Model
 from inference.numerics import MODES
 from inference.tokenizer import Tokenizer
 from reference.points import LEVELS
-from reference.trace_format import (Trace, TraceError, TraceWriter, digest, facts, open_trace, parse_chunks,
-                                    read_tensors, widen_bfloat16)
+from reference.trace_format import (Trace, TraceWriter, digest, facts, open_trace, parse_chunks, read_tensors,
+                                    widen_bfloat16)
 
 FULL_DIGEST = 2**30  # ours: bytes of weights up to which every byte enters their digest
 LARGE_TABLE = 2**28  # ours: elements above which a weight is not digested (Engram tables of the release)
@@ -117,8 +117,9 @@ class Tracer:
 
     def _call(self, inputs: Inputs, cache: Cache, count: int, kept: int, draft: bool) -> None:
         start = cache.lengths[0]
-        ids = inputs.input_ids[:, start:start + count]
-        types = None if inputs.token_types is None else inputs.token_types[:, start:start + count]
+        device = self.model.norm.weight.device
+        ids = inputs.input_ids[:, start:start + count].to(device)
+        types = None if inputs.token_types is None else inputs.token_types[:, start:start + count].to(device)
         self._kept, self._phase, self._start = {"ids": ids}, "forward", start
         self.writer.step(start, count, kept, draft)
         images = None
@@ -134,7 +135,7 @@ class Tracer:
             self._phase = "draft"
             anchor = out.logits[:, kept - 1].argmax(-1)
             drafted = self.model.draft(anchor, cache, observe=self._observe)
-            following = inputs.input_ids[:, start + kept:start + kept + drafted.ids.shape[1]]
+            following = inputs.input_ids[:, start + kept:start + kept + drafted.ids.shape[1]].to(device)
             agrees = drafted.ids[:, :following.shape[1]] == following
             self._add("mtp.accepted", agrees.to(torch.int64).cumprod(1).sum(1))
 
@@ -250,7 +251,7 @@ class Tracer:
 def _margin(scores: Tensor, chosen: Tensor) -> Tensor:
     """scores [..., N], chosen [..., k] (-1 none) -> [...] float32: lowest chosen minus highest other (inf: none)."""
     if not scores.shape[-1]:
-        return torch.full(scores.shape[:-1], float("inf"))
+        return torch.full(scores.shape[:-1], float("inf"), device=scores.device)
     mask = torch.zeros(*scores.shape[:-1], scores.shape[-1] + 1, dtype=torch.bool, device=scores.device)
     mask = mask.scatter(-1, chosen.to(torch.int64) % (scores.shape[-1] + 1), True)[..., :-1]  # -1 -> the extra column
     last = scores.masked_fill(~mask, float("inf")).amin(-1)
@@ -346,6 +347,10 @@ def record(model: Model, folder: str | Path, inputs: Inputs, out: str | Path, le
     """Run `model` (loaded from `folder`) on `inputs`, write the trace `out` and open it."""
     if draft and not model.mtp:
         raise ValueError("Recording drafts: this checkpoint has no draft stages. Leave --draft out.")
+    absent = sorted((layers or set()) - {name for name, _ in model.named_modules()})
+    if absent:
+        raise ValueError(f"Recording some layers: this model has no {', '.join(absent[:3])}; it has layers "
+                         f"0-{len(model.layers) - 1} and {len(model.mtp)} draft stage(s), mtp.0 and so on.")
     header = describe(model, folder, inputs, level, weights, revision)
     header["layers"] = None if layers is None else sorted(layers)
     with TraceWriter(out, header, summary, layers) as writer:
@@ -435,14 +440,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--input-file", required=True, metavar="FILE", help="prompt: .json, .txt or .safetensors")
     parser.add_argument("--out", required=True, metavar="DIR", help="trace folder to write")
     parser.add_argument("--level", choices=LEVELS, default="module")
-    parser.add_argument("--layers", help="only these, for instance 0-3,8,mtp.0; points outside layers are always kept")
+    parser.add_argument("--layers", help="only these of the layers that the model has, for instance 0-3,8,mtp.0; "
+                        "points outside layers are always kept")
     parser.add_argument("--summary", action="store_true", help="the manifest alone: digests and statistics")
     parser.add_argument("--numerics", choices=tuple(MODES), default="native")
     parser.add_argument("--no-fake-quant", action="store_true", help="KV and index caches unquantized: the logic alone")
     parser.add_argument("--weights", choices=WEIGHT_MODES, default="resident", help="where the weights are")
     parser.add_argument("--engram-dir", metavar="DIR", help="where the shards with the Engram tables are")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, help="torch threads")
+    parser.add_argument("--threads", type=int, help="torch threads, 1 or more")
     parser.add_argument("--chunks", help="tokens per call, for instance 23,1* or 8,6/2,1*")
     parser.add_argument("--draft", action="store_true", help="draft after every call")
     parser.add_argument("--as-published-index-keys", action="store_true")
@@ -450,9 +456,11 @@ def main(arguments: list[str] | None = None) -> int:
                         help="also record a digest of every dequantized weight")
     parser.add_argument("--revision", default="", help="of the checkpoint, for the manifest")
     options = parser.parse_args(arguments)
-    if options.threads:
-        torch.set_num_threads(options.threads)
     try:
+        if options.threads is not None:
+            if options.threads < 1:
+                raise ValueError(f"Reading --threads: wanted 1 or more, got {options.threads}.")
+            torch.set_num_threads(options.threads)
         model = inference.load(options.ckpt, options.device, options.numerics, not options.no_fake_quant,
                                weights=options.weights, as_published_index_keys=options.as_published_index_keys,
                                engram_dir=options.engram_dir)
@@ -461,7 +469,7 @@ def main(arguments: list[str] | None = None) -> int:
         trace = record(model, options.ckpt, inputs, options.out, options.level, schedule=schedule, draft=options.draft,
                        summary=options.summary, layers=parse_layers(options.layers),
                        digest_weights=options.digest_weights, weights=options.weights, revision=options.revision)
-    except (ValueError, TraceError) as error:
+    except (ValueError, OSError) as error:
         print(f"BAD INPUT. {error}", file=sys.stderr)
         return 3
     print(f"{options.out}: {len(trace.entries)} points of {len(trace.steps)} call(s), {inputs.input_ids.numel()} "

@@ -26,7 +26,8 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ REQUIRED = ("producer", "model", "run", "switches", "inputs", "steps", "level", 
 
 class TraceError(ValueError):
     """A trace that cannot be read or written."""
+
+
+class OtherCheckpoint(ValueError):
+    """A checkpoint that is not the one of the traces; the text says by what it shows."""
 
 
 # --- values ------------------------------------------------------------------------------------------------------
@@ -76,6 +81,18 @@ def statistics(value: np.ndarray) -> dict[str, Any]:
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
+_NO_CALL = "Call writer.step(start, count) before the first value of every call."
+
+
+def check_axes(path: str, shape: Sequence[int]) -> None:
+    """Raise TraceError where a value has not as many axes as its point; a missing batch axis is the usual reason."""
+    point = lookup(path)
+    axes, _, _ = point.shape.partition("]")
+    if point.concept != "weights" and len(shape) != axes.count(",") + 1:
+        raise TraceError(f"Writing or reading a trace: {path} has shape {list(shape)}, wanted {axes}] "
+                         "(reference/points.py); B is the batch, 1 for a single prompt.")
+
+
 class TraceWriter:
     """Writes one trace folder.
 
@@ -86,7 +103,8 @@ class TraceWriter:
         run       {"numerics": native | dequantized | float32, "dtype", "device", "threads", ...}
         switches  {"fake_quant", "input_fp8", "as_published_index_keys"}
         inputs    {"input_ids": [[...]], "token_types", "image_digests"}
-        level     the level this producer recorded; a point of a deeper level is dropped
+        level     the level this producer recorded; points of a deeper level are dropped, and `close` says how many
+        layers    names of the layers this producer recorded, None (or absent) for all
     Use it as a context manager: only `close` makes a readable trace; after an exception nothing is left.
     """
 
@@ -97,14 +115,18 @@ class TraceWriter:
             raise TraceError(f"Writing a trace: level must be one of {', '.join(LEVELS)}, got {header.get('level')!r}.")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not (self.folder / "manifest.json").is_file():
             raise TraceError(f"Writing a trace: {self.folder} holds other files. Give a new folder.")
-        self.depth = LEVELS.index(self.header["level"])
+        self.depth, self.dropped = LEVELS.index(self.header["level"]), []
         self.steps: list[dict[str, Any]] = []
         self.points: dict[str, dict[str, Any]] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for old in ("manifest.json", TENSORS):
-            (self.folder / old).unlink(missing_ok=True)
-        # One file per element size, joined at the end: so that every tensor is aligned in the result.
-        self._parts = {} if summary else {size: (self.folder / f".part{size}").open("w+b") for size in (8, 4, 2, 1)}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in ("manifest.json", TENSORS):
+                (self.folder / old).unlink(missing_ok=True)
+            # One file per element size, joined at the end: so that every tensor is aligned in the result.
+            self._parts = {} if summary else {size: (self.folder / f".part{size}").open("w+b") for size in (8, 4, 2, 1)}
+        except OSError as error:
+            raise TraceError(f"Writing a trace: {self.folder} cannot be a folder of ours ({error}). Give a new "
+                             "folder.") from None
         self._places: dict[str, tuple[int, int]] = {}  # name -> element size, offset in that part
 
     def step(self, start: int, count: int, kept: int | None = None, draft: bool = False) -> None:
@@ -122,11 +144,19 @@ class TraceWriter:
     def add(self, path: str, value: np.ndarray, tag: str | None = None, keep: bool = True) -> None:
         """Record one value of the current call. BF16 is passed as uint16 bits with tag "BF16".
 
-        keep=False records digest and statistics only.
+        keep=False records digest and statistics only. Raises TraceError for a name that is no point, or a value that
+        has not its axes: nothing disappears unseen.
         """
+        point, value = lookup(path), np.asarray(value)
+        if point is None:
+            raise TraceError(f"Writing a trace: {path!r} is no point; reference/points.py lists them.")
+        if point.depth > self.depth:
+            self.dropped.append(path)
         if not self.wants(path):
             return
-        value = np.asarray(value)
+        if not self.steps and point.concept != "weights":
+            raise TraceError(f"Writing a trace: {path} belongs to no call. {_NO_CALL}")
+        check_axes(path, value.shape)
         tag = _TAGS.get(value.dtype) if tag is None else tag
         if tag is None:
             raise TraceError(f"Writing a trace: {path} has dtype {value.dtype}, wanted one of {', '.join(_DTYPES)}.")
@@ -155,9 +185,15 @@ class TraceWriter:
 
     def close(self) -> None:
         """Join the parts and write the manifest, last."""
+        if not self.steps:
+            self._discard()
+            raise TraceError(f"Writing a trace: no call was recorded. {_NO_CALL}")
         if not self.summary:
             self._join()
         self._discard()
+        if self.dropped:
+            print(f"note: {self.folder} has level {self.header['level']!r}: {len(self.dropped)} point(s) of a deeper "
+                  f"level were dropped, {self.dropped[0]} first. The header's level keeps them.", file=sys.stderr)
         manifest = {"format": FORMAT, "version": VERSION, **self.header, "summary": self.summary, "steps": self.steps,
                     "points": [{"name": name, **entry} for name, entry in self.points.items()]}
         (self.folder / "manifest.json").write_text(_one_line_each(manifest), encoding="utf-8")
@@ -207,38 +243,49 @@ def facts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_header(name: str, version: str, checkpoint: str | Path, input_ids: np.ndarray, numerics: str,
-                  fake_quant: bool, level: str, dtype: str = "") -> dict[str, Any]:
-    """The header of a trace of another engine on a text prompt.
+                  fake_quant: bool, level: str, dtype: str = "", layers: Iterable[int | str] | None = None,
+                  ) -> dict[str, Any]:
+    """The header of a trace of another engine on a text prompt. Raises TraceError for ids outside the vocabulary.
 
     numerics: "float32" for float32 activations, "dequantized" for BF16 ones, "native" if it also rounds the inputs of
-    FP8 and FP4 products to FP8. level: the deepest one of which it records something for every concept it has.
+    FP8 and FP4 products to FP8. level: the deepest one of which it records something for every concept it has. layers:
+    those it records, as numbers or names ("mtp.0"), if not all; nothing of the others is missed.
     """
     try:
         config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise TraceError(f"Reading the configuration: {checkpoint} has no readable config.json ({error}).") from None
+    ids, size = np.asarray(input_ids), (config.get("text_config") or {}).get("vocab_size", np.inf)
+    if ids.size and not 0 <= ids.min() <= ids.max() < size:
+        wrong = int(ids.min() if ids.min() < 0 else ids.max())
+        raise TraceError(f"Reading the input: token {wrong} is outside the vocabulary of {checkpoint} ({size} ids).")
     return {"producer": {"name": name, "version": version},
             "model": {"id": Path(checkpoint).resolve().name, "revision": "", "config_digest": "", "weights_digest": ""},
             "facts": facts(config), "run": {"numerics": numerics, "dtype": dtype, "device": "cpu"},
             "switches": {"fake_quant": fake_quant, "input_fp8": numerics == "native", "as_published_index_keys": False},
-            "inputs": {"input_ids": np.asarray(input_ids).tolist(), "token_types": None, "image_digests": []},
-            "level": level}
+            "inputs": {"input_ids": ids.tolist(), "token_types": None, "image_digests": []}, "level": level,
+            "layers": None if layers is None else [each if isinstance(each, str) else f"layers.{each}"
+                                                   for each in layers]}
 
 
 def read_ids(path: str | Path) -> np.ndarray:
-    """[B, S] int64 from {"input_ids": ...} in a .json file, or from the input_ids of a .safetensors file."""
+    """[B, S] int64 from {"input_ids": ...} in a .json file, or from the input_ids of a .safetensors file.
+
+    The manifest.json of a trace is such a file, too: so any engine can run exactly the tokens of a trace.
+    """
     path = Path(path)
     try:
         if path.suffix == ".safetensors":
             ids = read_tensors(path)[1]("input_ids")
         else:
-            ids = json.loads(path.read_text(encoding="utf-8"))["input_ids"]
+            values = json.loads(path.read_text(encoding="utf-8"))
+            ids = values.get("inputs", values)["input_ids"]
         ids = np.atleast_2d(np.asarray(ids, np.int64))
         if ids.ndim != 2 or not ids.size:
             raise ValueError(f"input_ids has shape {list(ids.shape)}")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"Reading the input: {path} must be a .json or .safetensors file with input_ids "
-                         f"({error}).") from None
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise TraceError(f"Reading the input: {path} must be a .json or .safetensors file with input_ids ({error}). Of "
+                         "a text, give the manifest.json of the trace that reference.trace made of it.") from None
     return ids
 
 
@@ -306,6 +353,11 @@ class Trace:
     @property
     def summary(self) -> bool:
         return self.read_bytes is None
+
+    @property
+    def only_weights(self) -> bool:
+        """Whether it is a check of the weights and of nothing else."""
+        return all(entry.path.startswith("weights.") for entry in self.entries.values())
 
     @property
     def numerics(self) -> str:

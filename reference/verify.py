@@ -1,6 +1,6 @@
 """Check this implementation, on any checkpoint, against recorded traces.
 
-    python -m reference.verify CHECKPOINT_DIR TRACES_DIR [--only NAME] [--json]
+    python -m reference.verify CHECKPOINT_DIR TRACES_DIR [--only NAME] [--device cuda] [--weights packed] [--json]
 
 A traces folder holds `manifest.json` ({"traces": {name: {"numerics", "fake_quant", "points", "inputs", ...}}}) and one
 safetensors file per trace. What is checked depends on the name:
@@ -35,10 +35,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 import inference
+from inference.checkpoint import WEIGHT_MODES
 from inference.command import Parser, run
 from inference.image_processor import ImageInput
 from inference.model import Model
-from inference.numerics import MODES
+from inference.numerics import MODES, full_precision
 from reference.flips import Arbiter, Decision, explain
 from reference.graft import Recorded, draft_points, prefill_points
 from reference.metrics import compare_selections, relative_l2, worst_entry
@@ -111,8 +112,12 @@ def compare(name: str, actual: Tensor, expected: Tensor, bound: float, scores: T
     return Compared(name, error, excess, worst_entry(actual, expected) if excess > 1 else "")
 
 
-def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None) -> list[Verdict]:
-    """One verdict per trace of the folder. Raises ValueError for input that cannot be read."""
+def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, device: str = "cpu",
+           weights: str = "resident") -> list[Verdict]:
+    """One verdict per trace of the folder. Raises ValueError for input that cannot be read.
+
+    device, weights: as for `inference.load`. On CUDA, float32 products are full float32 while this runs (no TF32).
+    """
     folder = Path(traces)
     manifest = _read_manifest(folder)
     names = [name for name in manifest if only is None or only in name]
@@ -128,10 +133,10 @@ def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None) 
             continue
         mode = (entry["numerics"], entry["fake_quant"])
         if mode not in models:
-            models[mode] = inference.load(checkpoint, numerics=mode[0], fake_quant=mode[1])
-        tensors = _read_trace(folder, name, entry)
+            models[mode] = inference.load(checkpoint, device, numerics=mode[0], fake_quant=mode[1], weights=weights)
+        tensors = {point: value.to(device) for point, value in _read_trace(folder, name, entry).items()}
         try:
-            with torch.no_grad():
+            with torch.no_grad(), full_precision():
                 _check_inputs(models[mode], tensors)
                 verdicts.append(checker(name, models[mode], tensors, entry))
         except NotComparable as error:
@@ -367,7 +372,7 @@ def _check_tokens(model: Model, input_ids: Tensor, token_types: Tensor | None, p
         recorded = points["layers.0.in"][:, :, 0]
     if recorded is None or recorded.shape[:2] != input_ids.shape:
         return
-    table = model.embed(torch.arange(model.config.text_config.vocab_size), model.numerics)
+    table = model.embed(torch.arange(model.config.text_config.vocab_size, device=input_ids.device), model.numerics)
     if recorded.shape[-1] != table.shape[-1]:
         raise NotComparable(f"embed is {recorded.shape[-1]} wide in the trace, this model is {table.shape[-1]} wide")
     differs = (recorded.to(table.dtype) != table[input_ids]).any(-1)
@@ -401,7 +406,7 @@ def _search_token(model: Model, input_ids: Tensor, split: int, points: dict[str,
     position = int(off.any(0).nonzero()[0])
     row = int(off[:, position].nonzero()[0])
     errors = []
-    candidates = torch.arange(vocabulary)
+    candidates = torch.arange(vocabulary, device=input_ids.device)
     if model.config.vision_config is not None:
         candidates = candidates[candidates != model.config.image_token_id]  # cannot stand in a text prompt
     for tokens in candidates.split(128):
@@ -462,9 +467,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder with config.json and the weights")
     parser.add_argument("traces", help="folder with manifest.json and one safetensors file per trace")
     parser.add_argument("--only", help="check only traces whose name contains this")
+    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--weights", default="resident", choices=WEIGHT_MODES, help="where the weights are")
     parser.add_argument("--json", action="store_true", help="print the verdicts as JSON")
     options = parser.parse_args(arguments)
-    return run(lambda: _report(verify(options.checkpoint, options.traces, options.only), options.json))
+    return run(lambda: _report(verify(options.checkpoint, options.traces, options.only, options.device, options.weights),
+                               options.json))
 
 
 def _report(verdicts: list[Verdict], as_json: bool) -> int:

@@ -108,11 +108,11 @@ def test_query_7_sees_4_to_7() -> None:
 
 def test_window_indices() -> None:
     """Ring slots hold positions before the call, position mod window; rows of the call follow them; -1 at the end."""
-    assert window_indices(torch.arange(6)[None], (0,), 4)[0].tolist() == [
+    assert window_indices(torch.arange(6)[None], torch.tensor([0]), 4)[0].tolist() == [
         [4, -1, -1, -1], [4, 5, -1, -1], [4, 5, 6, -1], [4, 5, 6, 7], [5, 6, 7, 8], [6, 7, 8, 9]]
-    assert window_indices(torch.arange(6, 9)[None], (6,), 4)[0].tolist() == [
+    assert window_indices(torch.arange(6, 9)[None], torch.tensor([6]), 4)[0].tolist() == [
         [3, 0, 1, 4], [0, 1, 4, 5], [1, 4, 5, 6]]  # position 6 reads 3, 4, 5 from slots 3, 0, 1
-    uneven = window_indices(torch.tensor([[2, 3], [9, 10]]), (2, 9), 4)
+    uneven = window_indices(torch.tensor([[2, 3], [9, 10]]), torch.tensor([2, 9]), 4)
     assert uneven.tolist() == [[[0, 1, 4, -1], [0, 1, 4, 5]], [[2, 3, 0, 4], [3, 0, 4, 5]]]
 
 

@@ -200,9 +200,9 @@ def test_state_is_replaced_as_a_whole(nano, monkeypatch) -> None:
             raise KeyboardInterrupt
         return write(self, *arguments)
 
-    write = cache_module.Ring.write
+    write = cache_module.Ring.try_write
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module.Ring, "write", failing)
+        patch.setattr(cache_module.Ring, "try_write", failing)
         with pytest.raises(KeyboardInterrupt):
             cache.commit(out.pending)
     assert cache.state is state and dataclasses.asdict(state)["lengths"] == (19,)

@@ -18,10 +18,11 @@ import torch
 import inference
 from inference.quant import fake_quant_fp8
 from reference import compare as compare_module
-from reference import noise, report, tolerances
+from reference import noise, report, tolerances, trace_format
 from reference.compare import BAD_INPUT, DIVERGED, EQUAL, NOT_COMPARABLE, Comparison, compare, growth_by_layer
 from reference.compare_points import Result, fake_quant_fp8 as numpy_fake_quant_fp8, judge_floats, relative_l2
 from reference.flips import Arbiter
+from reference.points import layer_of
 from reference.tolerances import FLOORS, bound_for
 from reference.trace import Inputs, read_inputs, record
 from reference.trace_format import Trace, TraceError, TraceWriter, engine_header, open_trace, parse_chunks
@@ -144,7 +145,8 @@ def test_added_and_inherited(changed, ours, nano_dir, traces_dir) -> None:
     others = max(value for name, value in added.by_layer.items() if name != "layers.4")
     assert others < 1e-6 < added.by_layer["layers.4"]
     text = report.as_text(found)
-    assert "ADDED here" in text and "added by every layer" in text
+    assert "ADDED here: from its recorded inputs this point is off by" in text
+    assert "added by every layer of the tested trace, from its recorded inputs, log scale" in text
     # The same run as the baseline: the tested side is right, and the baseline is blamed.
     turned = compare(ours, changed, nano_dir)
     assert turned.code == DIVERGED and turned.added[0].culprit is None
@@ -152,7 +154,13 @@ def test_added_and_inherited(changed, ours, nano_dir, traces_dir) -> None:
     assert "tested: every module agrees" in report.as_text(turned)
     # A later point of the changed run: off end to end, right from its recorded inputs.
     later = dataclasses.replace(found, first=next(r for r in found.results if r.path == "layers.7.attn.out"))
-    assert "inherited: from its recorded inputs" in report.as_text(later)
+    assert "inherited: from its recorded inputs this point is right" in report.as_text(later)
+    wrong = dataclasses.replace(added.culprit, path="layers.4.attn.indexer.topk", error=math.inf)
+    named = dataclasses.replace(found, first=wrong, added=[dataclasses.replace(added, results=[wrong])])
+    assert "ADDED here: from its recorded inputs this point is decided differently" in report.as_text(named)
+    close = dataclasses.replace(wrong, verdict="close", error=1e-7)
+    named = dataclasses.replace(found, first=wrong, added=[dataclasses.replace(added, results=[close])])
+    assert "inherited: from its recorded inputs this point is off by 1.0e-07, within bounds" in report.as_text(named)
 
 
 def test_coarse_traces_can_be_replayed(changed, nano_dir, ours, tmp_path, text, changed_dir) -> None:
@@ -195,7 +203,7 @@ def test_a_proven_flip_needs_a_flip(nano, nano_dir, text, tmp_path, ours) -> Non
 
 
 def test_a_flip_excuses_only_what_comes_after_it(nano, nano_dir, ours, traces_dir, tmp_path) -> None:
-    """The flip of the golden trace is at position 7 of layer 6: small differences are fine from there on, nowhere else."""
+    """The golden trace flips at position 7 of layer 6: small differences are fine from there on, nowhere else."""
     golden = open_trace(traces_dir / "text_prefill.float32")
     for row, code in ((3, DIVERGED), (30, EQUAL)):
         def change(value: np.ndarray, row: int = row) -> np.ndarray:
@@ -249,9 +257,19 @@ def test_what_makes_runs_incomparable(nano, nano_dir, text, ours, tmp_path, nano
     other = record(nano, nano_dir, Inputs(other_ids), tmp_path / "ids", "layer")
     plain = record(nano_plain, nano_dir, text, tmp_path / "plain", "layer")
     found = compare(other, ours)
-    assert found.code == NOT_COMPARABLE and "input_ids[0, 3]" in found.verdict
+    ids = [int(side[0, 3]) for side in (other_ids, text.input_ids)]
+    assert found.code == NOT_COMPARABLE
+    assert found.verdict.endswith(f"input_ids[0, 3]: tested {ids[0]}, baseline {ids[1]} (different prompts)")
     found = compare(plain, ours)
-    assert found.code == NOT_COMPARABLE and "fake_quant" in found.verdict
+    assert found.code == NOT_COMPARABLE and report.as_text(found).splitlines() == [
+        "NOT COMPARABLE: fake_quant: tested false, baseline true (record both with or both without --no-fake-quant)",
+        "  tested = plain, baseline = trace"]
+    idle = dataclasses.replace(plain, manifest={**plain.manifest, "steps": []})
+    found = compare(idle, ours)
+    assert "tokens covered: tested none, baseline 0..44" in found.verdict and "fake_quant" in found.notes[0]
+    native = dataclasses.replace(ours, manifest={**ours.manifest, "run": {"numerics": "native"}})
+    for pair, code in (((ours, native), NOT_COMPARABLE), ((native, ours), NOT_COMPARABLE), ((native, native), EQUAL)):
+        assert compare(*pair).code == code
     for section, name, value in (("model", "config_digest", "0" * 64), ("switches", "as_published_index_keys", True)):
         manifest = {**ours.manifest, section: {**ours.manifest[section], name: value}}
         found = compare(dataclasses.replace(ours, manifest=manifest), ours)
@@ -287,6 +305,80 @@ def test_a_missing_concept_is_not_equal(ours, tmp_path) -> None:
     assert without("engram.", "layer").code == EQUAL  # at level layer there is nothing of it to miss
 
 
+def test_some_layers_are_judged_by_what_these_layers_have(ours, tmp_path, nano_dir) -> None:
+    """A trace of layer 3 at level module need not have the indexer; one of layer 2 must."""
+    def of_layer(layer: int, *left_out: str) -> Comparison:
+        header = engine_header("x", "1", nano_dir, ours.input_ids, "float32", True, "module", layers=[layer])
+        with TraceWriter(tmp_path / "t", header) as writer:
+            writer.step(0, 45)
+            for entry in ours.entries.values():
+                kept = not any(part in entry.path for part in left_out)
+                if kept and layer_of(entry.path) in (None, f"layers.{layer}"):
+                    writer.add(entry.path, ours.read(entry))
+        return compare(open_trace(tmp_path / "t"), ours)
+
+    assert of_layer(3).code == EQUAL and of_layer(2).code == EQUAL
+    found = of_layer(2, "indexer")
+    assert found.code == NOT_COMPARABLE and "no point of indexer" in found.verdict
+
+
+def test_a_trace_of_weights_alone_is_a_check_of_the_weights(nano, nano_dir, text, tmp_path) -> None:
+    """As section 2 of PORTING.md has it: another engine's decoded weights, with whatever numerics."""
+    ours = record(nano, nano_dir, Inputs(text.input_ids[:, :2]), tmp_path / "ours", "all", summary=True,
+                  layers=frozenset({"layers.0"}), digest_weights=True)
+    names = {path.removeprefix("weights."): entry.dtype for path, entry in ours.entries.items() if "weights." in path}
+    assert {dtype for name, dtype in names.items() if "hc_" in name or name.endswith("attn_sink")} == {"F32"}
+
+    def compare_with(change: dict[str, float], float32: str = "") -> Comparison:
+        header = engine_header("x", "1", nano_dir, ours.input_ids, "native", False, "all")
+        with TraceWriter(tmp_path / "theirs", header) as writer:
+            writer.step(0, 2)
+            for name, dtype in names.items():
+                owner, _, last = name.rpartition(".")
+                value = getattr(nano.get_submodule(owner), last).float() * change.get(name, 1.0)
+                if dtype == "F32" or name == float32:
+                    writer.add(f"weights.{name}", value.numpy(), keep=False)
+                else:
+                    writer.add(f"weights.{name}", value.bfloat16().view(torch.uint16).numpy(), "BF16", keep=False)
+        return compare(open_trace(tmp_path / "theirs"), ours)
+
+    found = compare_with({})
+    assert found.code == EQUAL and "the same bits" in found.receipt[-1] and len(found.results) == len(names)
+    assert compare_with({"layers.0.attn.wkv.weight": 2.0}).first.path == "weights.layers.0.attn.wkv.weight"
+    assert compare_with({}, "layers.0.attn.wkv.weight").first.detail == "dtype F32, wanted BF16"
+
+
+def test_the_checkpoint_must_be_that_of_the_traces(ours, traces_dir, nano_dir, tmp_path) -> None:
+    golden = open_trace(traces_dir / "text_prefill.float32")  # states no configuration
+    other = tmp_path / "other"
+    shutil.copytree(nano_dir, other)
+    shard = json.loads((other / "model.safetensors.index.json").read_text())["weight_map"]["embed.weight"]
+    data = bytearray((other / shard).read_bytes())
+    length = struct.unpack("<Q", data[:8])[0]
+    start, stop = json.loads(data[8:8 + length])["embed.weight"]["data_offsets"]
+    rows = slice(8 + length + start, 8 + length + stop)
+    data[rows] = data[rows][1024:] + data[rows][:1024]  # every token gets another one's row
+    (other / shard).write_bytes(bytes(data))
+    for pair in ((golden, golden), (ours, golden)):
+        found = compare(*pair, other)
+        assert found.code == NOT_COMPARABLE and "both have the same embeddings" in found.verdict
+    config = json.loads((other / "config.json").read_text())
+    config["text_config"]["rope_theta"] = 12345.0
+    (other / "config.json").write_text(json.dumps(config))
+    found = compare(golden, ours, other)
+    assert found.code == NOT_COMPARABLE and found.verdict.startswith("NOT COMPARABLE: --ckpt is not the checkpoint")
+    assert "another configuration" in found.verdict
+
+
+def test_values_without_their_axes_are_bad_input(pair, monkeypatch, capsys) -> None:
+    """Written by something else than TraceWriter."""
+    monkeypatch.setattr(trace_format, "check_axes", lambda path, shape: None)
+    with pytest.raises(TraceError, match=r"embed has shape \[8\], wanted \[B, S, D\]"):
+        pair.compare({"embed": floats(8)}, {"embed": floats(1, 6, 8)})
+    assert compare_module.main([str(pair.folder / "tested"), str(pair.folder / "baseline")]) == BAD_INPUT
+    assert capsys.readouterr().err.startswith("BAD INPUT. ")
+
+
 # --- decisions ---------------------------------------------------------------------------------------------------
 
 
@@ -306,6 +398,7 @@ def test_ties_of_selections(pair) -> None:
     assert verdict(0, 2, 3).verdict == "tie"
     assert verdict(0, 1, 2).verdict == "near-tie" and verdict(0, 1, 2).margin == pytest.approx(1e-5, rel=0.1)
     assert verdict(0, 1, 4).verdict == "different" and verdict(0, 1, 4).position == 5
+    assert verdict(0, 1, 4).detail.endswith("position 5 only here row 4, only wanted row 3")
     assert verdict(0, 1, -1).verdict == "different"  # one fewer
     assert verdict(0, 1, 1).verdict == "different"  # a duplicate is not a third column
 
@@ -352,6 +445,8 @@ def test_candidate_blocks(pair) -> None:
 
     assert verdict(np.array([[[True] * 3 + [False] * 3] * 6])) == "equal"  # the same block
     assert verdict(~mask) == "different"
+    found = pair.compare({path + "candidates": ~mask & False}, {path + "candidates": mask})
+    assert found.first.detail.endswith("only here none, only wanted block 0")
     assert verdict(~mask, np.zeros((1, 6, 6), np.float32)) == "tie"
 
 
@@ -379,6 +474,16 @@ def test_argmax_and_drafts(pair) -> None:
     assert draft(1, 2, 3, change=2).code == EQUAL  # a tie, then whatever follows from it
     assert draft(1, 3, 1, change=2).first.path == "mtp.draft_ids"
     assert draft(1, 2, 3, change=1).first.path == "mtp.logits"  # row 1 still had the same input
+
+
+def test_compressed_rows_are_named_with_their_tokens(pair) -> None:
+    value = floats(1, 3, 8)
+    other = value.copy()
+    other[0, 1] += 1
+    for layer, words in ((2, "row 1 (tokens 2..3)"), (6, "row 1 (token 1)")):  # ratio 2 and ratio 1
+        path = f"layers.{layer}.attn.compressor.kv"
+        found = pair.compare({path: other}, {path: value})
+        assert f", {words}: different" in found.verdict and f"at sequence 0, {words} [" in found.first.detail
 
 
 def test_exact_points_have_no_tolerance(pair) -> None:
@@ -484,6 +589,27 @@ def test_noise_is_measured_and_written(nano, nano_dir, text, tmp_path) -> None:
     assert noise.main(["--ckpt", str(tmp_path)]) == 3
 
 
+def test_noise_prints_and_writes_only_when_told(nano_dir, tmp_path, monkeypatch, capsys) -> None:
+    text_only = tmp_path / "text"
+    text_only.mkdir()
+    config = json.loads((nano_dir / "config.json").read_text())
+    (text_only / "config.json").write_text(json.dumps({**config, "vision_config": None}))
+    measured = []
+    monkeypatch.setattr(noise, "measure", lambda _checkpoint, files: measured.append(list(files)) or FLOORS)
+    original, path = tolerances.__file__, tmp_path / "tolerances.py"
+    monkeypatch.setattr(tolerances, "__file__", str(path))
+    path.write_text("untouched\n# floors: begin\n# floors: end\n")
+    for checkpoint in (nano_dir, text_only):
+        assert noise.main(["--ckpt", str(checkpoint)]) == 0
+    assert [len(files) for files in measured] == [2, 1] and "text_prefill" in str(measured[1][0])
+    assert "FLOORS" not in path.read_text() and "behind one flip" in capsys.readouterr().out
+    assert noise.main(["--ckpt", str(nano_dir), "--write"]) == 3  # nothing between begin and end
+    shutil.copyfile(original, path)
+    path.write_text(path.read_text().replace("6.1e-07", "9.9e-01"))
+    assert noise.main(["--ckpt", str(nano_dir), "--write"]) == 0
+    assert path.read_text() == Path(original).read_text()
+
+
 # --- command line ------------------------------------------------------------------------------------------------
 
 
@@ -499,9 +625,12 @@ def test_exit_codes_and_json(ours, changed, traces_dir, tmp_path, capsys, monkey
     assert found["points"][0].keys() >= {"name", "verdict", "error", "position", "margin"}
     assert compare_module.main([ours.origin, str(traces_dir / "vision_prefill.float32")]) == NOT_COMPARABLE
     assert compare_module.main([ours.origin, str(tmp_path / "nowhere")]) == BAD_INPUT
-    # A checkpoint that cannot be loaded is said, but changes no verdict.
-    assert compare_module.main([ours.origin, golden, "--ckpt", str(tmp_path)]) == EQUAL
-    assert "not replayed" in capsys.readouterr().out
+    assert compare_module.main([ours.origin, golden, "--ckpt", str(tmp_path / "nowhere")]) == BAD_INPUT
+    for wrong in ("/nowhere/x.png", str(tmp_path / "x.foo")):
+        capsys.readouterr()
+        assert compare_module.main([ours.origin, golden, "--plot", wrong]) == BAD_INPUT
+        shown = capsys.readouterr()
+        assert "Drawing the plot" in shown.err and not shown.out  # said before the work
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert compare_module.main([ours.origin, golden, "--plot", str(tmp_path / "x.png"), "--details"]) == EQUAL
     assert "pip install matplotlib" in capsys.readouterr().err
@@ -529,5 +658,7 @@ def test_text_view(changed, ours) -> None:
     plain, colored = report.as_text(found), report.as_text(found, color=True)
     assert "\x1b[" not in plain and "\x1b[31" in colored and all(len(line) < 240 for line in plain.splitlines())
     assert plain.count("after the first") == 3 and "█" in plain
+    assert plain.splitlines()[1] == f"  tested = {changed.origin}, baseline = {ours.origin}"
+    assert "increase of the error per layer, log scale" in plain
     assert report.bar(1e-12) == "▏" and report.bar(0) == "" and len(report.bar(5.0)) == report.BAR_WIDTH
     assert len(report.bar(1e-3)) > len(report.bar(1e-6)) > 0

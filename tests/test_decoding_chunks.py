@@ -255,5 +255,5 @@ def test_first_row_context_is_the_call(nano_plain) -> None:
     assert later.pick(values, context).flatten(1).tolist() == [[2, 3], [4, 5]]
     gone = context.later([100, 100])
     assert gone.counts == (0, 0) and gone.positions.shape == (2, 0) and gone.pick(values, context).shape == (2, 0, 1)
-    flat = dataclasses.replace(context, window_starts=(1, 2)).without_padding()
+    flat = dataclasses.replace(context, window_starts=torch.tensor((1, 2))).without_padding()
     assert flat.positions.tolist() == [[3, 4, 5, 6, 10, 11]] and flat.counts == (6,) and flat.window_starts is None

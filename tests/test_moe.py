@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inference import experts as experts_module
+from inference import moe as moe_module
+from inference import quant
 from inference.config import TextConfig, layer_plan
 from inference.context import Context
-from inference.moe import Expert, Gate, MoE
+from inference.experts import grouped_experts
+from inference.moe import Expert, Experts, Gate, MoE, stack_experts
 from inference.numerics import Numerics
 from reference.metrics import relative_l2
 from reference.oracles import moe as oracle
@@ -252,3 +256,108 @@ def test_experts_are_added_in_ascending_order() -> None:
         moe.experts = nn.ModuleList(experts)
         out = moe(torch.ones(1, 1, 64), context(FLOAT32, 1)).flatten()
         assert out.tolist() == pytest.approx([wanted] * 64, rel=1e-2)
+
+
+# --- the grouped form --------------------------------------------------------------------------------------------
+
+
+def packed(moe: MoE, format_name: str) -> MoE:
+    """Routed experts as stored in a file: encoded, then kept as codes and scales."""
+    encode = {"mxfp4": quant.encode_mxfp4, "nvfp4": quant.encode_nvfp4, "fp8_blocks": quant.encode_fp8_blocks,
+              "fp8_rows": quant.encode_fp8_rows, "affine4_g32": lambda values: quant.encode_affine(values, 4, 32)}[format_name]
+    for expert in moe.experts:
+        for linear in (expert.w1, expert.w2, expert.w3):
+            values = linear.weight.detach()
+            del linear._parameters["weight"]
+            linear.weight = quant.PackedWeight(quant.FORMATS[format_name], encode(values), tuple(values.shape))
+    return moe
+
+
+def both_forms(moe: MoE, x: Tensor, call: Context) -> tuple[Tensor, Tensor]:
+    """Outputs of the loop and of the grouped form, which must really have run."""
+    loop = moe(x, call)
+    assert stack_experts(moe) is moe and moe.experts.usable_stacks(x) is not None
+    runs = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_module, "grouped_experts", lambda *given: runs.append(1) or grouped_experts(*given))
+        grouped = moe(x, call)
+    assert runs
+    return loop, grouped
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 60])
+@pytest.mark.parametrize("format_name", ["bf16", "mxfp4", "nvfp4", "fp8_blocks", "fp8_rows", "affine4_g32"])
+@pytest.mark.parametrize("numerics", [NATIVE, Numerics.of("dequantized")], ids=lambda numerics: numerics.name)
+def test_grouped_form_equals_the_loop(tokens, format_name, numerics) -> None:
+    """Within one BF16 rounding, for fewer pairs than experts and more, and any memory budget.
+
+    On a CPU the grouped product of torch makes the same products as the loop, so nearly all bits agree.
+    """
+    moe = make_moe(n_routed_experts=12, num_experts_per_tok=3)
+    moe = moe if format_name == "bf16" else packed(moe, format_name)
+    x = torch.randn(1, tokens, 64).bfloat16()
+    mask = torch.arange(tokens)[None] % 3 == 0
+    loop, grouped = both_forms(moe, x, context(numerics, tokens, image_mask=mask))
+    assert relative_l2(grouped, loop) < 1e-3
+    small = moe(x, context(numerics, tokens, image_mask=mask, memory_budget=1))
+    assert relative_l2(small, loop) < 1e-3
+    moe.experts.stacks = moe.experts.stacks[1:] + moe.experts.stacks[:1]  # wrong variant: w3, w2, w1
+    assert moe.experts.usable_stacks(x) is None
+
+
+def test_grouped_form_sees_wrong_runs() -> None:
+    """A run that ends one row early or late, and results added to the wrong token, move the output."""
+    moe, x = make_moe(n_routed_experts=12, num_experts_per_tok=3), torch.randn(1, 40, 64).bfloat16()
+    loop, grouped = both_forms(moe, x, context(NATIVE, 40))
+    assert relative_l2(grouped, loop) < 1e-3
+    product = experts_module._product
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts_module, "_product", lambda rows, matrices, ends: product(
+            rows, matrices, torch.cat((ends[:-1] - 1, ends[-1:])).clamp_min(0)))
+        assert relative_l2(moe(x, context(NATIVE, 40)), loop) > 1e-2
+
+
+def test_experts_stay_where_they_were() -> None:
+    """Stacking keeps names, values and the count of bytes; what is written into a weight afterwards counts."""
+    moe, x = make_moe(), torch.randn(1, 5, 64).bfloat16()
+    before = {name: value.clone() for name, value in moe.state_dict().items()}
+    stack_experts(moe)
+    after = moe.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    stack = moe.experts.stacks[2]
+    assert moe.experts[3].w2.weight.data_ptr() == stack.tensors[0][3].data_ptr()
+    for expert in moe.experts:
+        expert.w2.weight.zero_()
+    moe.shared_experts.w2.weight.zero_()
+    assert not moe(x, context(NATIVE, 5)).any()
+
+
+def test_stale_blocks_are_not_used() -> None:
+    """Other weights, another dtype of x, gradients, or other experts: the loop runs."""
+    moe, x = make_moe(), torch.randn(1, 5, 64).bfloat16()
+    stack_experts(moe)
+    assert moe.experts.usable_stacks(x) is not None and moe.experts.usable_stacks(x.float()) is None
+    assert moe.experts[2:5].stacks is None
+    with torch.enable_grad():
+        assert moe.experts.usable_stacks(x) is None
+    moe.double().bfloat16()  # new memory under the same parameters
+    assert moe.experts.usable_stacks(x) is None
+    mixed = packed(make_moe(), "mxfp4")
+    mixed.experts[3].w1 = make_moe().experts[3].w1
+    stack_experts(mixed)
+    assert mixed.experts.stacks is None
+
+
+def test_grouped_experts_are_added_in_ascending_order() -> None:
+    """As in the loop: 2^27, then 1, which drowns, then -2^27."""
+    moe = make_moe(n_routed_experts=3, num_experts_per_tok=3)
+    moe.gate.weight.zero_()
+    for parameter in moe.shared_experts.parameters():
+        parameter.zero_()
+    large, small, negative = (constant_expert(2 * value) for value in (2.0**27, 1.0, -(2.0**27)))
+    for wanted, order in {0.0: (large, small, negative), 1.0: (large, negative, small)}.items():
+        moe.experts = Experts(order)
+        stack_experts(moe)
+        x = torch.ones(1, 1, 64).bfloat16()
+        assert moe.experts.usable_stacks(x) is not None
+        assert moe(x, context(Numerics.of("dequantized"), 1)).flatten().tolist() == pytest.approx([wanted] * 64, rel=1e-2)

@@ -54,8 +54,8 @@ def header(checkpoint: Path, level: str = "all", tokens: int = 4) -> dict:
 def test_values_come_back_as_written(tmp_path, nano_dir) -> None:
     values = {"embed": np.random.randn(1, 3, 5).astype(np.float32), "ids": np.arange(3)[None],
               "image_mask": np.array([[True, False, True]]), "head.collapsed": np.zeros((1, 0, 7), np.float32),
-              "norm": np.random.randn(1, 3).astype(np.float16), "logits": np.random.randn(1, 3, 2)}
-    bits = torch.randn(1, 3, 2).bfloat16()
+              "norm": np.random.randn(1, 3, 2).astype(np.float16), "logits": np.random.randn(1, 3, 2)}
+    bits = torch.randn(1, 3, 2, 2).bfloat16()
     with TraceWriter(tmp_path / "t", header(nano_dir)) as writer:
         writer.step(0, 3)
         for path, value in values.items():
@@ -105,6 +105,41 @@ def test_an_interrupted_run_leaves_no_trace(tmp_path, nano_dir) -> None:
     assert not any((tmp_path / "t").iterdir())
     with pytest.raises(TraceError, match="no trace"):
         open_trace(tmp_path / "t")
+
+
+def test_nothing_disappears_unseen(tmp_path, nano_dir, capsys) -> None:
+    """Unknown names, missing axes and calls that were never begun are errors; deeper points are counted."""
+    value = np.zeros((1, 4, 2), np.float32)
+    with TraceWriter(tmp_path / "t", header(nano_dir, "layer")) as writer:
+        with pytest.raises(TraceError, match=r"step\(start, count\)"):
+            writer.add("embed", value)
+        writer.step(0, 4)
+        with pytest.raises(TraceError, match="'layers.0.attn.query' is no point"):
+            writer.add("layers.0.attn.query", value)
+        with pytest.raises(TraceError, match=r"embed has shape \[4, 2\], wanted \[B, S, D\]"):
+            writer.add("embed", value[0])
+        writer.add("embed", value)
+        writer.add("layers.0.attn.in", value)
+        writer.add("layers.0.attn.q_latent", value)
+    assert "2 point(s) of a deeper level were dropped, layers.0.attn.in first" in capsys.readouterr().err
+    assert list(open_trace(tmp_path / "t").entries) == ["step0.embed"]
+    with pytest.raises(TraceError, match="no call was recorded"), TraceWriter(tmp_path / "none", header(nano_dir)):
+        pass
+    assert not any((tmp_path / "none").iterdir())
+
+
+def test_headers_of_engines(tmp_path, nano_dir) -> None:
+    ids = np.array([[3, 4]])
+    some = engine_header("x", "1", nano_dir, ids, "float32", True, "module", layers=[4, "mtp.0"])
+    assert some["layers"] == ["layers.4", "mtp.0"] and header(nano_dir)["layers"] is None
+    for wrong in (768, -1):
+        with pytest.raises(TraceError, match=f"token {wrong} is outside the vocabulary"):
+            engine_header("x", "1", nano_dir, np.array([[3, wrong]]), "float32", True, "module")
+    folder = small_trace(tmp_path / "t", nano_dir)
+    assert read_ids(folder / "manifest.json").tolist() == [[20, 21, 22, 23]]  # the tokens of a trace
+    (tmp_path / "p.txt").write_text("hello")
+    with pytest.raises(TraceError, match="Of a text, give the manifest"):
+        read_ids(tmp_path / "p.txt")
 
 
 def test_values_are_on_disk_while_the_run_goes_on(tmp_path, nano_dir) -> None:
@@ -334,6 +369,11 @@ def test_command_line(nano_dir, tmp_path, capsys) -> None:
     assert trace_module.main([*base, "--numerics", "float32", "--level", "layer", "--chunks", "2,1"]) == 0
     assert "2 call(s)" in capsys.readouterr().out and open_trace(tmp_path / "t").numerics == "float32"
     assert trace_module.main([*base, "--chunks", "9"]) == 3
+    assert trace_module.main([*base, "--threads", "0"]) == 3
+    assert trace_module.main([*base, "--layers", "0-99"]) == 3
+    assert "no layers.10, layers.11" in capsys.readouterr().err
+    for out in (tmp_path / "p.json", "/proc/x"):
+        assert trace_module.main([*base[:-1], str(out)]) == 3
     assert trace_module.main(["--ckpt", str(tmp_path), *base[2:]]) == 3
     (tmp_path / "p.json").write_text('{"input_ids": [0, 99999]}')
     assert trace_module.main(base) == 3

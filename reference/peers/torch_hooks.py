@@ -1,11 +1,13 @@
 """Trace any torch module, given a map from its submodules to point names.
 
     python -m reference.peers.torch_hooks --factory PACKAGE.MODULE:FUNCTION --ckpt DIR --input-file FILE --out DIR
-                                          [--no-fake-quant] [--option NAME=VALUE ...]
+                                          [--no-fake-quant] [--numerics NAME] [--option NAME=VALUE ...]
 
 The factory, FUNCTION(checkpoint, fake_quant, **options), returns an `Engine`: the module, the taps, and how to call it
-with ids. A tap says which points the input and the outputs of a submodule are; `{i}` in its path stands for a number
-and is replaced in the names. Nothing in the module is changed: forward hooks are added and removed.
+with ids. --numerics is passed on as the option `numerics`. What the factory or the module raises is shown as it is; a
+TraceError of the factory is a mistake of the user, as is an option that it does not take. A tap says which points the
+input and the outputs of a submodule are; `{i}` in its path stands for a number and is replaced in the names. Nothing in
+the module is changed: forward hooks are added and removed.
     TAPS = {"model.layers.{i}": Tap("layers.{i}.in", "layers.{i}.out"),
             "model.layers.{i}.mlp.router": Tap(None, ("layers.{i}.ffn.expert_ids", "layers.{i}.ffn.expert_weights"))}
 Names, kinds and shapes of the points: reference/points.py. An example: toy_port.py; the guide: reference/PORTING.md.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from inference.numerics import MODES
 from reference.points import lookup
 from reference.trace_format import TraceError, TraceWriter, engine_header, read_ids
 
@@ -120,26 +124,48 @@ def record_engine(engine: Engine, checkpoint: str | Path, input_ids: np.ndarray,
     return len(writer.points)
 
 
+def find_factory(name: str) -> Callable[..., Engine]:
+    """"package.module:function" -> the function. Raises TraceError if there is none; errors inside are its own."""
+    module, _, function = name.partition(":")
+    if not module or not function or module.startswith("."):
+        raise TraceError(f"Finding the factory: wanted MODULE:FUNCTION, got {name!r}.")
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module imports
+        raise TraceError(f"Finding the factory {name!r}: there is no module {error.name}. Write "
+                         "MODULE:FUNCTION.") from None
+    if not callable(getattr(found, function, None)):
+        raise TraceError(f"Finding the factory {name!r}: {module} has no function {function}.")
+    return getattr(found, function)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reference.peers.torch_hooks", description=__doc__.splitlines()[0])
     parser.add_argument("--factory", required=True, metavar="MODULE:FUNCTION")
     parser.add_argument("--ckpt", required=True, metavar="DIR")
-    parser.add_argument("--input-file", required=True, metavar="FILE", help=".json or .safetensors with input_ids")
+    parser.add_argument("--input-file", required=True, metavar="FILE",
+                        help=".json or .safetensors with input_ids, or the manifest.json of a trace; no text")
     parser.add_argument("--out", required=True, metavar="DIR")
     parser.add_argument("--no-fake-quant", action="store_true")
+    parser.add_argument("--numerics", choices=tuple(MODES), help="passed to the factory; without it, what that does")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="passed to the factory")
     options = parser.parse_args(arguments)
-    module, _, function = options.factory.partition(":")
     try:
-        try:
-            factory = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise TraceError(f"Finding the factory {options.factory!r}: {error}. Write MODULE:FUNCTION.") from None
+        factory = find_factory(options.factory)
         named = dict(option.partition("=")[::2] for option in options.option)
-        engine = factory(options.ckpt, not options.no_fake_quant, **named)
+        named |= {} if options.numerics is None else {"numerics": options.numerics}
+        try:
+            inspect.signature(factory).bind(options.ckpt, not options.no_fake_quant, **named)
+        except TypeError as error:
+            raise TraceError(f"Calling {options.factory}(checkpoint, fake_quant, options): it takes no such options "
+                             f"({error}).") from None
         ids = read_ids(options.input_file)
+        engine_header("", "", options.ckpt, ids, "float32", True, "all")  # the checkpoint and the ids, before any work
+        engine = factory(options.ckpt, not options.no_fake_quant, **named)
         points = record_engine(engine, options.ckpt, ids, options.out, not options.no_fake_quant)
-    except (ValueError, TypeError) as error:
+    except TraceError as error:
         print(f"BAD INPUT. {error}", file=sys.stderr)
         return 3
     print(f"{options.out}: {points} points of {engine.name}, one call, {ids.size} tokens")

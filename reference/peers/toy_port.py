@@ -1,14 +1,14 @@
 """A port of the text model in the style of Hugging Face, with three planted bugs: the patient of reference/PORTING.md.
 
-    python -m reference.peers.torch_hooks --factory reference.peers.toy_port:build --ckpt DIR --input-file FILE --out
-    DIR
-                                          [--option fixed=1]
+    python -m reference.peers.torch_hooks --factory reference.peers.toy_port:build --ckpt DIR --input-file FILE
+                                          --out DIR [--numerics dequantized] [--option fixed=1]
 
 It computes what inference/ computes, on a whole prompt, in another way: dense masks instead of gathered rows, complex
 numbers for rotary, all experts on all tokens. Text only: no Engram, no pictures, no drafts, no cache.
 The bugs are three mistakes of real ports. `fixed` says how many of them, in the order in which a comparison finds them,
 are repaired: 0 by default. Read PORTING.md before the code below; the point is to find them without it.
-Leaves out: its own loader. Weights and number formats come from inference/, so that only the forward is under test.
+Leaves out: the rounding of product inputs (native numerics), and its own loader. Weights and number formats come from
+inference/, so that only the forward is under test.
 Tests: tests/test_peers.py
 """
 
@@ -25,6 +25,7 @@ import inference
 from inference.config import TextConfig
 from inference.quant import fake_quant_fp4_e4m3, fake_quant_fp4_e8m0, fake_quant_fp8
 from reference.peers.torch_hooks import Engine, Tap
+from reference.trace_format import TraceError
 
 
 class ToyNorm(nn.Module):
@@ -33,7 +34,17 @@ class ToyNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight, self.eps).to(x.dtype)
+
+
+class ToyLinear(nn.Linear):
+    """A product in float32, rounded once to the dtype of its input."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight).to(x.dtype)
 
 
 class ToyRotary(nn.Module):
@@ -59,16 +70,16 @@ class ToyRotary(nn.Module):
         angle = (positions.float()[:, None] * self.speeds * sign).view(1, -1, *(1,) * (x.dim() - 3), width // 2)
         pairs = torch.view_as_complex(x[..., -width:].float().unflatten(-1, (-1, 2)).contiguous())
         turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
-        return torch.cat((x[..., :-width], turned), dim=-1)
+        return torch.cat((x[..., :-width], turned.to(x.dtype)), dim=-1)
 
 
 class ToyQueries(nn.Module):
     def __init__(self, config: TextConfig, rotary: ToyRotary) -> None:
         super().__init__()
         self.config, self.rotary = config, rotary
-        self.a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False)
+        self.a_proj = ToyLinear(config.hidden_size, config.q_lora_rank)
         self.norm = ToyNorm(config.q_lora_rank, config.rms_norm_eps)
-        self.b_proj = nn.Linear(config.q_lora_rank, config.num_attention_heads * config.head_dim, bias=False)
+        self.b_proj = ToyLinear(config.q_lora_rank, config.num_attention_heads * config.head_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         latent = self.norm(self.a_proj(x))
@@ -80,7 +91,7 @@ class ToyWindowRows(nn.Module):
     def __init__(self, config: TextConfig, rotary: ToyRotary, fake_quant: bool) -> None:
         super().__init__()
         self.rotary, self.fake_quant = rotary, fake_quant
-        self.proj = nn.Linear(config.hidden_size, config.head_dim, bias=False)
+        self.proj = ToyLinear(config.hidden_size, config.head_dim)
         self.norm = ToyNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,10 +105,10 @@ class ToyCompressor(nn.Module):
     def __init__(self, config: TextConfig, ratio: int, rotary: ToyRotary, fake_quant: bool, fixed: int) -> None:
         super().__init__()
         self.ratio, self.rotary, self.fake_quant, self.fixed = ratio, rotary, fake_quant, fixed
-        self.kv_proj = nn.Linear(config.hidden_size, config.head_dim, bias=False)
-        self.gate_proj = nn.Linear(config.hidden_size, config.head_dim, bias=False) if ratio > 1 else None
+        self.kv_proj = ToyLinear(config.hidden_size, config.head_dim)
+        self.gate_proj = ToyLinear(config.hidden_size, config.head_dim) if ratio > 1 else None
         self.norm = ToyNorm(config.head_dim, config.rms_norm_eps)
-        self.k_proj = nn.Linear(config.head_dim, config.index_head_dim, bias=False)
+        self.k_proj = ToyLinear(config.head_dim, config.index_head_dim)
         self.k_norm = ToyNorm(config.index_head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +117,9 @@ class ToyCompressor(nn.Module):
         if self.gate_proj is None:
             latent = self.norm(self.kv_proj(x))
         else:
-            values, gates = (proj(x).unflatten(1, (groups, self.ratio)) for proj in (self.kv_proj, self.gate_proj))
-            latent = self.norm((values * gates.softmax(2)).sum(2))
+            values, gates = (proj(x.float()).unflatten(1, (groups, self.ratio))
+                             for proj in (self.kv_proj, self.gate_proj))
+            latent = self.norm((values * gates.softmax(2)).sum(2).to(x.dtype))
         first = torch.arange(groups) * self.ratio
         rows = self.rotary.turn(latent, first if self.fixed >= 2 else torch.arange(groups))
         keys = self.rotary.turn(self.k_norm(self.k_proj(latent)), first)
@@ -123,8 +135,8 @@ class ToyIndexer(nn.Module):
         super().__init__()
         self.config, self.layer, self.rotary, self.fake_quant, self.fixed = config, layer, rotary, fake_quant, fixed
         self.ratio = config.compress_ratios[layer]
-        self.q_proj = nn.Linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim, bias=False)
-        self.weights_proj = nn.Linear(config.hidden_size, config.index_n_heads, bias=False)
+        self.q_proj = ToyLinear(config.q_lora_rank, config.index_n_heads * config.index_head_dim)
+        self.weights_proj = ToyLinear(config.hidden_size, config.index_n_heads)
 
     def forward(self, x: Tensor, latent: Tensor, keys: Tensor, candidates: Tensor | None,
                 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -132,7 +144,8 @@ class ToyIndexer(nn.Module):
         queries = self.rotary.turn(self.q_proj(latent).unflatten(-1, (config.index_n_heads, -1)), positions)
         queries = fake_quant_fp4_e8m0(queries) if self.fake_quant else queries
         weights = self.weights_proj(x) / math.sqrt(config.index_n_heads * config.index_head_dim)
-        scores = torch.einsum("bshg,bsh->bsg", torch.einsum("bshd,bgd->bshg", queries, keys).relu(), weights)
+        products = torch.einsum("bshd,bgd->bshg", queries, keys).relu()
+        scores = torch.einsum("bshg,bsh->bsg", products, weights)
         visible = (positions + 1) // self.ratio
         scores = scores.masked_fill(torch.arange(groups) >= visible[:, None], -torch.inf)
         allowed = scores
@@ -166,11 +179,12 @@ class ToyCore(nn.Module):
 
     def forward(self, q: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
         """q [B, S, H, K], rows [B, T, K], mask [B, S, T] -> [B, S, H, K]."""
-        logits = torch.einsum("bshk,btk->bhst", q, rows) * self.scale
+        logits = torch.einsum("bshk,btk->bhst", q.float(), rows.float()) * self.scale
         logits = logits.masked_fill(~mask[:, None], -torch.inf)
         sink = self.sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         shares = torch.cat((logits, sink), dim=-1).softmax(-1)[..., :-1]
-        return self.rotary.turn(torch.einsum("bhst,btk->bshk", shares, rows), torch.arange(q.shape[1]), sign=-1)
+        out = torch.einsum("bhst,btk->bshk", shares, rows.float()).to(q.dtype)
+        return self.rotary.turn(out, torch.arange(q.shape[1]), sign=-1)
 
 
 class ToyAttention(nn.Module):
@@ -186,7 +200,7 @@ class ToyAttention(nn.Module):
         self.core = ToyCore(config, rotary)
         group_width = config.num_attention_heads // config.o_groups * config.head_dim
         self.o_a_proj = nn.Parameter(torch.empty(config.o_groups, config.o_lora_rank, group_width))
-        self.o_b_proj = nn.Linear(config.o_groups * config.o_lora_rank, config.hidden_size, bias=False)
+        self.o_b_proj = ToyLinear(config.o_groups * config.o_lora_rank, config.hidden_size)
 
     def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Tensor:
         """shared: what earlier layers of this forward made for later ones; this layer adds its own."""
@@ -204,7 +218,7 @@ class ToyAttention(nn.Module):
         if self.ratio:
             rows, mask = torch.cat((rows, shared["rows"]), dim=1), torch.cat((mask, shared["chosen"]), dim=-1)
         out = self.core(q, rows, mask).unflatten(2, (self.config.o_groups, -1)).flatten(-2)
-        return self.o_b_proj(torch.einsum("bsgi,goi->bsgo", out, self.o_a_proj).flatten(-2))
+        return self.o_b_proj(torch.einsum("bsgi,goi->bsgo", out, self.o_a_proj.to(x.dtype)).flatten(-2))
 
 
 class ToyRouter(nn.Module):
@@ -215,7 +229,7 @@ class ToyRouter(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.n_routed_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores = F.softplus(F.linear(x, self.weight)).sqrt()
+        scores = F.softplus(F.linear(x.float(), self.weight)).sqrt()
         biased = scores + self.bias
         ids = biased.topk(self.config.num_experts_per_tok).indices
         weights = (scores if self.fixed >= 1 else biased).gather(-1, ids)
@@ -226,13 +240,13 @@ class ToyExpert(nn.Module):
     def __init__(self, config: TextConfig) -> None:
         super().__init__()
         self.limit = config.swiglu_limit
-        self.gate_proj = nn.Linear(config.hidden_size, config.moe_intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.moe_intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.moe_intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = ToyLinear(config.hidden_size, config.moe_intermediate_size)
+        self.up_proj = ToyLinear(config.hidden_size, config.moe_intermediate_size)
+        self.down_proj = ToyLinear(config.moe_intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up_proj(x).clamp(-self.limit, self.limit)
-        return self.down_proj(F.silu(self.gate_proj(x).clamp(max=self.limit)) * up)
+        up = self.up_proj(x).float().clamp(-self.limit, self.limit)
+        return self.down_proj((F.silu(self.gate_proj(x).float().clamp(max=self.limit)) * up).to(x.dtype))
 
 
 class ToyExperts(nn.Module):
@@ -245,7 +259,8 @@ class ToyExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         _, ids, weights = self.router(x)
         dense = torch.zeros(*x.shape[:2], len(self.experts)).scatter(-1, ids, weights)
-        return sum(dense[..., e, None] * expert(x) for e, expert in enumerate(self.experts)) + self.shared(x)
+        routed = sum(dense[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
+        return (routed + self.shared(x)).to(x.dtype)
 
 
 class ToyMixer(nn.Module):
@@ -260,13 +275,18 @@ class ToyMixer(nn.Module):
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         copies, eps = self.config.hc_mult, self.config.hc_eps
-        flat = F.rms_norm(streams.flatten(2), (streams.shape[2] * streams.shape[3],), eps=self.config.rms_norm_eps)
+        flat = streams.float().flatten(2)
+        flat = F.rms_norm(flat, flat.shape[-1:], eps=self.config.rms_norm_eps)
         scale = self.scale.repeat_interleave(torch.tensor([copies, copies, copies**2]))
         pre, post, comb = (F.linear(flat, self.fn) * scale + self.base).split([copies, copies, copies**2], -1)
         comb = comb.unflatten(-1, (copies, copies)).softmax(-1) + eps
         for number in range(2 * self.config.hc_sinkhorn_iters - 1):
             comb = comb / (comb.sum(-2 if number % 2 == 0 else -1, keepdim=True) + eps)
         return pre.sigmoid() + eps, 2 * post.sigmoid(), comb
+
+
+def collapsed(streams: Tensor, mix: Tensor) -> Tensor:
+    return torch.einsum("bsc,bscd->bsd", mix, streams.float()).to(streams.dtype)
 
 
 class ToyLayer(nn.Module):
@@ -282,29 +302,30 @@ class ToyLayer(nn.Module):
         for mixer, norm, run in ((self.attn_hc, self.input_layernorm, lambda x: self.self_attn(x, shared)),
                                  (self.ffn_hc, self.post_attention_layernorm, self.mlp)):
             following, post, comb = mixer(streams)
-            y = run(norm(torch.einsum("bsc,bscd->bsd", pre, streams)))
-            streams = post[..., None] * y[:, :, None] + torch.einsum("bsij,bsid->bsjd", comb, streams)
+            y = run(norm(collapsed(streams, pre)))
+            carried = torch.einsum("bsij,bsid->bsjd", comb, streams.float())
+            streams = (post[..., None] * y[:, :, None] + carried).to(streams.dtype)
             pre = following
         return streams, pre
 
 
 class ToyModel(nn.Module):
-    def __init__(self, config: TextConfig, fake_quant: bool, fixed: int) -> None:
+    def __init__(self, config: TextConfig, fake_quant: bool, fixed: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.dtype = config, dtype
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(ToyLayer(config, i, fake_quant, fixed) for i in range(config.num_hidden_layers))
         self.norm = ToyNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = ToyLinear(config.hidden_size, config.vocab_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, S] -> logits [B, S, V]."""
-        streams = self.embed_tokens(input_ids)[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
+        streams = self.embed_tokens(input_ids).to(self.dtype)[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
         pre = F.one_hot(torch.zeros(input_ids.shape, dtype=torch.int64), self.config.hc_mult).float()
         shared: dict[str, Tensor] = {}
         for layer in self.layers:
             streams, pre = layer(streams, pre, shared)
-        return self.lm_head(self.norm(torch.einsum("bsc,bscd->bsd", pre, streams)))
+        return self.lm_head(self.norm(collapsed(streams, pre)).float())
 
 
 # Parts of our parameter names -> its own, tried in this order.
@@ -323,7 +344,7 @@ _RENAMES = (("head.weight", "lm_head.weight"), ("embed.", "embed_tokens."), (".a
             (".w2.", ".down_proj."), (".w3.", ".up_proj."))
 
 TAPS = {
-    "embed_tokens": Tap(output="embed"),
+    "embed_tokens": Tap(output="embed"),  # float32 here: the table holds BF16 values, so nothing is lost
     "layers.{i}": Tap("layers.{i}.in", "layers.{i}.out"),
     "layers.{i}.attn_hc": Tap(output=("layers.{i}.hc_attn.pre_next", "layers.{i}.hc_attn.post",
                                       "layers.{i}.hc_attn.comb")),
@@ -343,14 +364,21 @@ TAPS = {
 }
 
 
-def build(checkpoint: str | Path, fake_quant: bool, fixed: str = "0") -> Engine:
-    """The toy with the weights of a text checkpoint. fixed: how many of the planted bugs are repaired."""
-    if fixed not in ("0", "1", "2", "3"):
-        raise ValueError(f"Building the toy port: fixed must be 0, 1, 2 or 3, got {fixed!r}.")
-    source = inference.load(checkpoint, numerics="float32")
+def build(checkpoint: str | Path, fake_quant: bool, fixed: str = "0", numerics: str = "float32") -> Engine:
+    """The toy with the weights of a text checkpoint. fixed: how many of the planted bugs are repaired.
+
+    numerics: float32, or dequantized (BF16 between modules). Raises TraceError for anything it cannot run.
+    """
+    if fixed not in ("0", "1", "2", "3") or numerics not in ("float32", "dequantized"):
+        raise TraceError("Building the toy port: fixed must be 0, 1, 2 or 3 and numerics float32 or dequantized, got "
+                         f"{fixed!r} and {numerics!r}.")
+    try:
+        source = inference.load(checkpoint, numerics="float32")
+    except ValueError as error:
+        raise TraceError(str(error)) from None
     config = source.config.text_config
     if config.engram_layer_ids or config.num_nextn_predict_layers or source.config.vision_config is not None:
-        raise ValueError(f"Building the toy port: {checkpoint} has Engram, drafts or pictures, the toy has none. Make "
+        raise TraceError(f"Building the toy port: {checkpoint} has Engram, drafts or pictures, the toy has none. Make "
                          "one with: python -m reference.peers.text_checkpoint OUT_DIR")
     weights = {}
     for name, value in source.state_dict().items():
@@ -360,6 +388,6 @@ def build(checkpoint: str | Path, fake_quant: bool, fixed: str = "0") -> Engine:
             name = name.replace(old, new) if name != new else name
         value = value.float()
         weights[name] = value.unflatten(0, (config.o_groups, -1)) if name.endswith("o_a_proj") else value
-    model = ToyModel(config, fake_quant, int(fixed))
+    model = ToyModel(config, fake_quant, int(fixed), torch.bfloat16 if numerics == "dequantized" else torch.float32)
     model.load_state_dict(weights)
-    return Engine("toy port", f"fixed {fixed}", model.eval(), TAPS, lambda model, ids: model(ids))
+    return Engine("toy port", f"fixed {fixed}", model.eval(), TAPS, lambda model, ids: model(ids), numerics)
