@@ -14,7 +14,8 @@ Where the weights are
     "resident": dequantized to BF16 at load (float32 where the product is float32).
     "packed":   in memory as stored, decoded when used.
     "stream":   on disk, read and decoded when used (streaming.py); norms, router and biases are in memory.
-    All give the same BF16 values, so outputs are bit-equal.
+    All give the same BF16 values, so outputs are bit-equal on a CPU. On CUDA the products of the experts are grouped
+    (experts.py), in another way in each mode, so a BF16 rounding may fall to the other side.
 Mirrors
     official: the conversion and loading scripts of the official inference code (names are the checkpoint's, unchanged).
 Tests
@@ -227,10 +228,10 @@ def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "
 
     numerics: native, dequantized or float32 (numerics.py). fake_quant: quantize-dequantize of KV and index caches.
     weights: resident (dequantized once), packed (as stored, decoded at use) or stream (on disk, read at use); outputs
-    are bit-equal. as_published_index_keys: reproduce the official decode-time index-key slot (attention.py), for parity
-    runs. engram_dir: folder of the shards with Engram tables, if they are on another disk. expert_cache: bytes of
-    packed experts that stream keeps. progress: bars on stderr; None shows them on a terminal only. ranks: processes that share
-    the model; every one of them makes this call and reads its own part (parallel.py).
+    are bit-equal on a CPU. as_published_index_keys: reproduce the official decode-time index-key slot (attention.py),
+    for parity runs. engram_dir: folder of the shards with Engram tables, if they are on another disk. expert_cache:
+    bytes of packed experts that stream keeps. progress: bars on stderr; None shows them on a terminal only. ranks:
+    processes that share the model; every one of them makes this call and reads its own part (parallel.py).
     Raises ValueError (CheckpointError for the files) naming everything that is wrong; never returns a partial model.
     """
     if weights not in WEIGHT_MODES:

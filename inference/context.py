@@ -57,7 +57,8 @@ class Context:
         """[n] int64: where the tokens that are no padding lie in the B * S of this call."""
         tokens = self.positions.shape[1]
         index = [torch.arange(row * tokens, row * tokens + count) for row, count in enumerate(self.counts)]
-        return torch.cat(index).to(self.positions.device)
+        index, device = torch.cat(index), self.positions.device
+        return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index  # no host stop
 
     @functools.cached_property
     def valid(self) -> Tensor:

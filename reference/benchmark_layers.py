@@ -316,7 +316,7 @@ def random_layer(config: TextConfig, plan: LayerPlan, weights: str, generator: t
             dtype = torch.float32 if getattr(part, "float32", False) else parameter.dtype
             value = stored.dequantize() if stored is not None else random_values(shape, dtype, generator)
             part.register_parameter(attribute, nn.Parameter(value, requires_grad=False))
-    assert all(parameter.device == device for parameter in module.parameters())
+    assert all(parameter.device.type == torch.device(device).type for parameter in module.parameters())
     return stack_experts(module.eval())
 
 

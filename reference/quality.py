@@ -34,13 +34,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 import inference
-from inference.generate import BUNDLED
 from inference.inventory import take_inventory
 from inference.layers import dense_weight
 from inference.model import Model
 from inference.quant import PackedWeight
 from reference.convert import convert
 
+NANO = Path(__file__).parent / "golden" / "nano" / "checkpoint"
 # ours: the oQ formats weigh errors by a text; any will do, this one does not change with the project.
 CALIBRATION = Path(__file__).parent.parent / "LICENSE"
 
@@ -80,7 +80,7 @@ def measure(checkpoint: Path, labels: Sequence[str] | None = None, prompts: Tens
     if unknown:
         raise ValueError(f"Measuring quality: {unknown[0]!r} is no known format; known are {', '.join(known)}.")
     if prompts is None:
-        prompts = load_file(BUNDLED.parent / "traces" / "decode.float32.safetensors")["input_ids"]
+        prompts = load_file(NANO.parent / "traces" / "decode.float32.safetensors")["input_ids"]
     original = inference.load(checkpoint, weights="packed")
     expected = _log_probabilities(original, prompts)
     rows = [_row("native", checkpoint, original, original, expected, expected)]
@@ -138,7 +138,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reference.quality", description=__doc__.splitlines()[0])
-    parser.add_argument("--ckpt", type=Path, default=BUNDLED, help="native checkpoint (default: the bundled one)")
+    parser.add_argument("--ckpt", type=Path, default=NANO, help="native checkpoint (default: the golden one)")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="only these")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)

@@ -39,7 +39,6 @@ import os
 import random
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ from inference.numerics import Numerics
 from inference.tokenizer import Tokenizer, fold_vocabulary
 from reference.toyworld.configuration import toy_config
 from reference.toyworld.corpus import SHORTEST, Question, episode
-from reference.training_forms import Forms, picture_rows, table_rows, training_forms
+from reference.training_forms import picture_rows, table_rows, training_forms
 from reference.training_weights import Masters, export, initial_values, parameter_count, read_masters, stored_formats
 
 CHECKPOINT = Path(__file__).parent / "toyworld" / "checkpoint"
@@ -100,13 +99,6 @@ class Batch:
         return dataclasses.replace(self, ids=move(self.ids), weights=move(self.weights), types=move(self.types),
                                    order=move(self.order), pictures=tuple(map(move, self.pictures)))
 
-    def copy_(self, other: Batch) -> None:
-        """Take the values of another batch of the same shape."""
-        for name in ("ids", "weights", "types", "order"):
-            getattr(self, name).copy_(getattr(other, name), non_blocking=True)
-        for own, new in zip(self.pictures, other.pictures):
-            own.copy_(new, non_blocking=True)
-
 
 def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokenizer, config: Config,
                kinds: Sequence[str] | None = None) -> Batch:
@@ -115,7 +107,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
     ids, weights = torch.full((rows, tokens), config.pad_token_id), torch.zeros(rows, tokens)
     types = torch.full((rows, tokens), TEXT)
     questions: list[tuple[int, Question]] = []
-    room = max(2, rows * tokens // PICTURE_SHARE)
+    room = max(12, rows * tokens // PICTURE_SHARE)
     patches: dict[tuple[int, int], list[Tensor]] = {size: [] for size in PICTURE_SIZES}
     spans: list[tuple[tuple[int, int], int]] = []  # size and number within the size, in the order of the prompt
     for row in range(rows):
@@ -368,7 +360,6 @@ class Settings:
     seed: int
     workers: int
     compiled: bool
-    graph: bool
     anchors: int = 32
     phases: tuple[float, float] = PHASES
     warmup: float = 0.03
@@ -427,14 +418,10 @@ def optimizer_for(masters: Masters, names: Sequence[str]) -> torch.optim.Optimiz
 
 
 class Step:
-    """One batch: forward, losses, gradients, which end up in `masters` averaged over ranks and clipped.
+    """One batch: forward, losses, gradients, which end up in `masters` averaged over ranks and clipped."""
 
-    With `graph`, everything up to the gradients is captured as a CUDA graph, once per shape: a step is some 16,000 small
-    operations, and starting them takes several times as long as running them.
-    """
-
-    def __init__(self, model: Model, masters: Masters, settings: Settings, forms: Forms) -> None:
-        self.model, self.masters, self.settings, self.forms = model, masters, settings, forms
+    def __init__(self, model: Model, masters: Masters, settings: Settings) -> None:
+        self.model, self.masters, self.settings = model, masters, settings
         self.device, self.drafting = model.norm.weight.device, settings.stage == "draft"
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = list(trained.values())
@@ -446,22 +433,13 @@ class Step:
         for name, part in zip(trained, self.parts):
             masters.values[name].grad = part
         self.generator = torch.Generator().manual_seed(settings.seed + (dist.get_rank() if dist.is_initialized() else 0))
-        self.graph, self.captured_for, self.graphing = None, None, settings.graph
 
-    def __call__(self, batch: Batch, kind: object) -> dict[str, Any]:
-        """kind: of what depends on it what is computed (shape, selection). Returns losses, loads, and the norm "gradient"."""
+    def __call__(self, batch: Batch) -> dict[str, Any]:
+        """Returns the losses, the loads of the experts, and the norm of the gradient before it is clipped."""
         size = self.model.config.text_config.dspark_block_size
         anchor = torch.randint(1, batch.ids.shape[1] - size - 1, (len(batch.ids), self.settings.anchors),
                                generator=self.generator)
-        if self.graphing and kind != self.captured_for:
-            self._capture(batch.to(self.device), anchor.to(self.device), kind)
-        if self.graph is None:
-            found = self._compute(batch.to(self.device), anchor.to(self.device))
-        else:
-            self.batch.copy_(batch)
-            self.anchor.copy_(anchor, non_blocking=True)
-            self.graph.replay()
-            found = self.found
+        found = self._compute(batch.to(self.device), anchor.to(self.device))
         if dist.is_initialized():
             dist.all_reduce(self.gradient)
             self.gradient /= dist.get_world_size()
@@ -489,35 +467,6 @@ class Step:
             torch._foreach_copy_([part for part, _ in reached], [gradient for _, gradient in reached])
         return {"loss": loss.detach(), **found}
 
-    def _capture(self, batch: Batch, anchor: Tensor, kind: object) -> None:
-        """Capture this kind of step; where that fails, without torch.compile, and where that fails too, do without a graph."""
-        self.graph, self.found, self.captured_for = None, {}, kind
-        self.batch, self.anchor = batch, anchor
-        compiled = self.forms.compiled
-        for attempt in dict.fromkeys((compiled, False)):
-            self.forms.compiled = attempt
-            try:
-                self.graph = self._captured(batch, anchor)
-                return
-            except RuntimeError as error:
-                warnings.warn(f"\nNo CUDA graph (compiled={attempt}): {error}\n", RuntimeWarning, stacklevel=2)
-        self.graphing, self.forms.compiled = False, compiled
-
-    def _captured(self, batch: Batch, anchor: Tensor) -> torch.cuda.CUDAGraph:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(2):  # what is made on first use is made before the capture
-                self._compute(batch, anchor)
-        torch.cuda.current_stream().wait_stream(aside)
-        for parameter in self.parameters:
-            parameter.grad = None
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.found = self._compute(batch, anchor)
-        return graph
-
 
 def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Path, log: Path | None) -> None:
     """Train the parameters of one stage of `model`; masters are changed."""
@@ -533,8 +482,8 @@ def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Pat
     shape, batches, last = None, None, (time.perf_counter(), tokens_seen)
     tests: dict[tuple[int, int], list[Batch]] = {}
 
-    with training_forms(model, settings.compiled) as forms, contextlib.ExitStack() as stack:
-        step = Step(model, masters, settings, forms)
+    with training_forms(model, settings.compiled), contextlib.ExitStack() as stack:
+        step = Step(model, masters, settings)
         records = stack.enter_context(open(log, "a")) if log is not None and rank == 0 else None
         while (progress := clock.progress()) < 1.0:
             length = settings.short if not drafting and progress < settings.phases[0] else settings.long
@@ -545,7 +494,7 @@ def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Pat
                 batches = loader(Batches(settings.seed * 64 + rank * 7 + length, shape, tokenizer_dir, config),
                                  settings.workers)
             select(model, everything)
-            found = step(next(batches), (shape, everything))
+            found = step(next(batches))
             for group in optimizer.param_groups:
                 group["lr"] = group["factor"] * learning_rate(progress, settings)
             optimizer.step()
@@ -658,7 +607,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.add_argument("--report-every", type=int, default=50)
         own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         own.add_argument("--compile", action="store_true", help="torch.compile for the many small operations")
-        own.add_argument("--graph", action="store_true", help="run every step as a CUDA graph")
         own.add_argument("--log", type=Path, help="JSON lines; appended to")
         own.add_argument("--smoke", action="store_true", help="a few small steps, to see that everything runs")
     own = commands.add_parser("plot")
@@ -699,7 +647,7 @@ def _train_command(given: argparse.Namespace) -> None:
         model = build_model(Config.from_dict(values), tokenizer, device)
     masters = Masters(model, masters_start, stored_formats(values))
     settings = Settings(given.command, given.minutes, given.steps, given.batch_tokens, given.short, given.long, given.rate,
-                        given.seed, given.workers, given.compile, given.graph, given.anchors, tuple(given.phases),
+                        given.seed, given.workers, given.compile, given.anchors, tuple(given.phases),
                         report_every=given.report_every)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"{parameter_count(model):,} parameters on {device}")

@@ -9,8 +9,6 @@ Forms
     pictures           `picture_rows`: all pictures of one size in one call, by `torch.vmap` over the vision tower
     tables             `table_rows`: rows of embeddings, with a gradient that needs no sorting
     checks of input    left out: they read every id back from the device
-    Nothing here, and nothing in a forward or backward with it, waits for the device, so a whole step can be captured as a
-    CUDA graph (train.py).
     many small ops     with compiled=True, hyper-connections, norms and fake quantization go through torch.compile
 Test
     tests/test_train.py: every form against the plain one
@@ -166,25 +164,19 @@ def _image_mask(input_ids, counts, token_types, images, image_rows) -> Tensor | 
     return None if token_types is None else token_types != TEXT
 
 
-class Forms:
-    """What `training_forms` yields. compiled: whether the small operations run compiled now; may be changed at any time."""
+def _compiled(form: Callable) -> Callable:
+    """torch.compile of a form that treats every token alone, on flattened tokens: batches of any shape share it."""
+    fast = torch.compile(form, dynamic=False)
 
-    def __init__(self, compiled: bool) -> None:
-        self.compiled = compiled
+    def chosen(*arguments):
+        first = next(x for x in arguments if isinstance(x, Tensor))
+        if first.dim() < 3:
+            return form(*arguments)
+        batch = first.shape[:2]
+        return _mapped(fast(*(_mapped(x, lambda t: t.flatten(0, 1) if t.shape[:2] == batch and t.dim() >= 3 else t)
+                              for x in arguments)), lambda t: t.unflatten(0, batch))
 
-    def of(self, form: Callable) -> Callable:
-        """`form`, which treats every token alone, or torch.compile of it on flattened tokens: any batch shape shares it."""
-        fast = torch.compile(form, dynamic=False)
-
-        def chosen(*arguments):
-            first = next(x for x in arguments if isinstance(x, Tensor))
-            if not self.compiled or first.dim() < 3:
-                return form(*arguments)
-            batch = first.shape[:2]
-            return _mapped(fast(*(_mapped(x, lambda t: t.flatten(0, 1) if t.shape[:2] == batch and t.dim() >= 3 else t)
-                                  for x in arguments)), lambda t: t.unflatten(0, batch))
-
-        return chosen
+    return chosen
 
 
 def _mapped(x: object, change: Callable[[Tensor], Tensor]) -> object:
@@ -195,9 +187,8 @@ def _mapped(x: object, change: Callable[[Tensor], Tensor]) -> object:
 
 
 @contextlib.contextmanager
-def training_forms(model: Model, compiled: bool = False) -> Iterator[Forms]:
+def training_forms(model: Model, compiled: bool = False) -> Iterator[None]:
     """Within the context `model` runs in the forms above."""
-    forms = Forms(compiled)
     with contextlib.ExitStack() as stack:
         def replace(owner: object, name: str, form: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, form))
@@ -214,7 +205,7 @@ def training_forms(model: Model, compiled: bool = False) -> Iterator[Forms]:
                                 (inference.model, "expand"), (inference.layers.RMSNorm, "forward"),
                                 (inference.quant, "_round_fp8"), (inference.quant, "_round_fp4_e8m0"),
                                 (inference.quant, "_round_fp4_e4m3")):
-                replace(owner, name, forms.of(getattr(owner, name)))
+                replace(owner, name, _compiled(getattr(owner, name)))
             replace(inference.dspark, "collapse", inference.model.collapse)
             replace(torch._dynamo.config, "recompile_limit", 64)  # one form for every width
-        yield forms
+        yield

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inference.generate import BUNDLED, main
+from inference.generate import main
+from reference.quality import NANO
 
 QUICK = ["--max-new-tokens", "3"]
 
@@ -27,8 +28,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 def test_example_file(capsys) -> None:
     code, out, err = run(capsys, "--input-file", "example.txt", *QUICK)
     assert code == 0 and err == ""
-    assert "random weights" in out.splitlines()[0]
-    assert out.count("--- completion") == 2 and "<｜User｜>What is the capital of France?<｜Assistant｜></think>" in out
+    assert out.count("--- completion") == 2 and "<｜User｜>What is the code of Emil Pratt?<｜Assistant｜></think>" in out
     assert out.count("tok/s") == 4 and out.count("cache ") == 2 and "peak memory" in out
 
 
@@ -83,7 +83,7 @@ def test_json_result(capsys) -> None:
 
 def test_stops_at_the_end_marker(capsys, tmp_path) -> None:
     """A checkpoint whose head always prefers the end marker stops after one token."""
-    folder = copy_of_bundled(tmp_path)
+    folder = copy_of_nano(tmp_path)
     edit(folder, "head.weight", lambda t: torch.zeros_like(t))
     code, out, _ = run(capsys, "--ckpt", folder, "--prompt", "hi", "--temperature", "0", "--json")
     result = json.loads(out)
@@ -95,7 +95,7 @@ def test_stops_at_the_end_marker(capsys, tmp_path) -> None:
 
 
 def test_stops_at_the_context_limit(capsys, tmp_path) -> None:
-    folder = copy_of_bundled(tmp_path)
+    folder = copy_of_nano(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 12
     (folder / "config.json").write_text(json.dumps(config))
@@ -107,10 +107,10 @@ def test_stops_at_the_context_limit(capsys, tmp_path) -> None:
     assert code == 3 and "max_position_embeddings is 12" in err
 
 
-def copy_of_bundled(tmp_path: Path) -> Path:
+def copy_of_nano(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint"
     if not folder.exists():
-        shutil.copytree(BUNDLED, folder)
+        shutil.copytree(NANO, folder)
     return folder
 
 
@@ -123,7 +123,7 @@ def edit(folder: Path, name: str, change) -> None:
 
 def damaged(tmp_path: Path, kind: str) -> list:
     """Arguments of a run with a damaged checkpoint."""
-    folder = copy_of_bundled(tmp_path)
+    folder = copy_of_nano(tmp_path)
     config_path, shard = folder / "config.json", folder / "model-00002-of-00006.safetensors"
     config = json.loads(config_path.read_text())
     text = config["text_config"]

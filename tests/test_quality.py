@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from inference.generate import BUNDLED
-from reference.quality import main, measure
+from reference.quality import NANO, main, measure
 
 
 def test_lossless_is_zero_and_more_bits_are_better() -> None:
-    rows = {row.format: row for row in measure(BUNDLED, ["bf16", "nvfp4", "affine8-g64", "affine4-g64", "affine2-g64"])}
+    rows = {row.format: row for row in measure(NANO, ["bf16", "nvfp4", "affine8-g64", "affine4-g64", "affine2-g64"])}
     for label in ("native", "bf16", "nvfp4"):
         assert rows[label].weight_error == rows[label].kl == 0 and rows[label].top1 == 1
     assert rows["native"].bytes == 4884388 and rows["nvfp4"].bytes > rows["native"].bytes
@@ -30,4 +29,4 @@ def test_command(capsys) -> None:
 
 def test_unknown_format() -> None:
     with pytest.raises(ValueError, match="'gguf' is no known format"):
-        measure(BUNDLED, ["gguf"])
+        measure(NANO, ["gguf"])
