@@ -1,0 +1,308 @@
+"""What the toy model can do, and which mechanism it owes that to.
+
+    python -m reference.toyworld.evaluate [--ckpt DIR] [--episodes N] [--tokens 1024] [--markdown]
+
+prints one row per variant of the same weights: the model as it is, the model with one mechanism disturbed (`VARIANTS`),
+and a 4-gram model of the corpus. The columns, on episodes of the test split:
+
+    loss        mean -log p(next token) in nats over every token of the text episodes but the first of each
+    the others  share of questions whose whole answer is predicted: argmax of the logits before each of its tokens, all
+                tokens before it given. Retrieval is split by the distance to the place that told the value: within the
+                sliding window, where plain attention sees it, and beyond, where only compressed rows can carry it.
+                "chat" counts tool calls too.
+
+Ablations replace functions of inference/ from outside for the length of a `with` block, so the model holds no switch for
+them. The weights were trained with everything on: a row says what the trained model relies on, not how good a model
+trained without the mechanism would be.
+
+Leaves out: free generation (answers are teacher-forced) and speculative decoding (reference/speculation.py).
+Test: tests/test_toyworld_evaluate.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import inference
+import inference.attention
+from inference.command import Parser, run
+from inference.context import Context
+from inference.engram import Engram
+from inference.hyper_connections import Mixes, collapse, expand
+from inference.image_processor import process_image
+from inference.indexer import Indexer
+from inference.model import Layer, Model
+from inference.tokenizer import Tokenizer
+from reference.toyworld.corpus import CHECKPOINT, SHORTEST, Episode, Question, episode
+
+COLUMNS = ("retrieval in window", "retrieval beyond", "memory", "copy", "chat", "picture")
+EPISODES = 10  # ours: text episodes by default; with a fifth as many chats and pictures two minutes on one core
+OTHER_SHARE = 5  # ours: one chat and one picture episode for so many of text
+ORDER = 4  # ours: of the n-gram baseline
+NGRAM_EPISODES = 1000  # ours: training text of the baseline, about a million tokens
+NOISE_SEED = 0  # ours
+
+
+# --- ablations -----------------------------------------------------------------------------------------------------
+
+
+def compressed_attention_off() -> AbstractContextManager:
+    """Every selection is empty (-1): attention sees its window and the sink."""
+
+    def nothing(scores: Tensor, count: int) -> Tensor:
+        return torch.full((*scores.shape[:-1], min(count, scores.shape[-1])), -1, device=scores.device)
+
+    return patch.object(inference.attention, "select_columns", nothing)
+
+
+@contextmanager
+def _replaced_scores(replacement: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Index scores [B, S, N] become replacement(scores) on visible columns. Candidate blocks follow the new scores."""
+    original = Indexer.score
+
+    def score(self: Indexer, *arguments, **options) -> Tensor:
+        scores = original(self, *arguments, **options)
+        return replacement(scores).masked_fill(scores == float("-inf"), float("-inf"))
+
+    with patch.object(Indexer, "score", score):
+        yield
+
+
+def random_selection() -> AbstractContextManager:
+    """Index scores are uniform noise; the same in every `with` block that runs the same calls."""
+    generator = torch.Generator().manual_seed(NOISE_SEED)
+    return _replaced_scores(lambda scores: torch.rand(scores.shape, generator=generator).to(scores.device))
+
+
+def most_recent_selection() -> AbstractContextManager:
+    """The newest visible columns win. float32, because bfloat16 cannot count beyond 256."""
+    return _replaced_scores(lambda scores: torch.arange(
+        scores.shape[-1], dtype=torch.float32, device=scores.device).expand(scores.shape))
+
+
+def candidate_filter_off() -> AbstractContextManager:
+    """Layers that choose within candidate blocks choose from all visible columns instead."""
+
+    def everything(blocks: Tensor, block_size: int, columns: int) -> Tensor:
+        return torch.ones(*blocks.shape[:-1], columns, dtype=torch.bool, device=blocks.device)
+
+    return patch.object(inference.attention, "block_columns", everything)
+
+
+def engram_off() -> AbstractContextManager:
+    """Engram adds nothing to the streams."""
+    return patch.object(Engram, "forward", lambda self, streams, hash_ids, context: streams)
+
+
+def hyper_connections_not_lagged() -> AbstractContextManager:
+    """Every sub-layer collapses with the pre vector computed from its own input. The head keeps the last one computed."""
+
+    def sublayers(self: Layer, streams: Tensor, pre: Tensor, attention: Callable[[Tensor], Tensor],
+                  context: Context) -> tuple[Tensor, Tensor]:
+        def half(kind: str, streams: Tensor, norm: Callable, body: Callable) -> tuple[Tensor, Mixes]:
+            mixes = self.mixes(kind, streams)
+            return expand(streams, body(norm(collapse(streams, mixes.pre_next))), mixes), mixes
+
+        streams, _ = half("attn", streams, self.attn_norm, attention)
+        streams, mixes = half("ffn", streams, self.ffn_norm, lambda x: self._feed_forward(x, context))
+        return streams, mixes.pre_next
+
+    return patch.object(Layer, "sublayers", sublayers)
+
+
+VARIANTS: Mapping[str, Callable[[], AbstractContextManager]] = {
+    "model": nullcontext,
+    "compressed attention off": compressed_attention_off,
+    "random selection": random_selection,
+    "most recent selection": most_recent_selection,
+    "candidate filter off": candidate_filter_off,
+    "Engram off": engram_off,
+    "hyper-connections not lagged": hyper_connections_not_lagged,
+}
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """One row of the table."""
+
+    loss: float  # nats per token of the text episodes; NaN without any
+    right: Mapping[str, int]  # column -> questions whose whole answer is predicted
+    asked: Mapping[str, int]  # column -> questions
+
+    def share(self, column: str) -> float | None:
+        """Part of the questions answered, 0 to 1; None where there were none."""
+        return self.right[column] / self.asked[column] if self.asked.get(column) else None
+
+
+def evaluation_episodes(tokenizer: Tokenizer, text: int = EPISODES, other: int = EPISODES // OTHER_SHARE,
+                  tokens: int = 1024) -> list[Episode]:
+    """`text` text episodes of the test split, then `other` chats and as many picture episodes, each up to `tokens` ids."""
+    wanted = [("text", text), ("chat", other), ("picture", other)]
+    return [episode(seed, tokens, "test", tokenizer, kind=kind) for kind, count in wanted for seed in range(count)]
+
+
+def column_of(question: Question, window: int) -> str | None:
+    """The column that counts a question; None where no column does (sums, reversed lists)."""
+    if question.task == "retrieval":
+        return COLUMNS[0] if question.distance <= window else COLUMNS[1]
+    task = "chat" if question.task == "tool" else question.task
+    return task if task in COLUMNS else None
+
+
+@torch.no_grad()
+def episode_logits(model: Model, found: Episode) -> Tensor:
+    """All logits of one episode, [S, V] float32, from a cache of its own."""
+    device = model.norm.weight.device
+    given = {}
+    if found.token_types is not None:
+        given = {"token_types": torch.tensor([found.token_types], device=device),
+                 "images": [[process_image(image, model.config.vision_config) for image in found.images]]}
+    return model(torch.tensor([found.ids], device=device), model.new_cache(1), commit=False, **given).logits[0]
+
+
+def measure(model: Model, episodes: Iterable[Episode]) -> Scores:
+    """Loss on the text episodes and answers of all; within a `with VARIANTS[name]():` block, of that variant."""
+    window = model.config.text_config.sliding_window
+    total, tokens = 0.0, 0
+    right, asked = Counter(), Counter()
+    for found in episodes:
+        logits = episode_logits(model, found).to("cpu", torch.float32)
+        ids = torch.tensor(found.ids)
+        if found.kind == "text":
+            total += float(F.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+            tokens += len(ids) - 1
+        hits = logits[:-1].argmax(-1) == ids[1:]
+        for question in found.questions:
+            column = column_of(question, window)
+            if column is not None:
+                asked[column] += 1
+                right[column] += bool(hits[question.start - 1:question.end - 1].all())
+    return Scores(total / tokens if tokens else float("nan"), right, asked)
+
+
+class Ngram:
+    """Counts of 1- to n-grams, mixed by Witten-Bell back-off; below single tokens lies the uniform distribution.
+
+    p(w | h) = (count(h w) + kinds(h) p(w | shorter h)) / (count(h) + kinds(h)); kinds(h): different tokens seen after h.
+    Contexts never seen pass p of the shorter one on. Source: Witten and Bell, 1991, in the interpolated form.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]], vocabulary: int, order: int = ORDER) -> None:
+        self.vocabulary, self.order = vocabulary, order
+        self.after: dict[tuple[int, ...], Counter] = defaultdict(Counter)  # context -> counts of the token after it
+        for ids in sequences:
+            for i in range(1, len(ids)):
+                for length in range(min(order - 1, i) + 1):
+                    self.after[tuple(ids[i - length:i])][ids[i]] += 1
+        self.totals = {context: counts.total() for context, counts in self.after.items()}
+
+    def probability(self, context: Sequence[int], token: int) -> float:
+        """p(token | the last order - 1 ids of context)."""
+        known = tuple(context[max(0, len(context) - self.order + 1):])
+        value = 1 / self.vocabulary
+        for first in range(len(known), -1, -1):
+            counts = self.after.get(known[first:])
+            if counts is None:
+                break  # a longer context was not seen either
+            value = (counts[token] + len(counts) * value) / (self.totals[known[first:]] + len(counts))
+        return value
+
+    def loss(self, episodes: Iterable[Episode]) -> float:
+        """Mean -log p in nats over all tokens but the first of every text episode, as `measure` takes it."""
+        losses = [-log(self.probability(found.ids[max(0, i - self.order + 1):i], found.ids[i]))
+                  for found in episodes if found.kind == "text" for i in range(1, len(found.ids))]
+        return sum(losses) / len(losses)
+
+
+def train_ngram(tokenizer: Tokenizer, vocabulary: int, tokens: int, episodes: int = NGRAM_EPISODES) -> Ngram:
+    """The baseline, counted on text episodes of the train split."""
+    made = (episode(seed, tokens, "train", tokenizer, kind="text").ids
+            for seed in tqdm(range(episodes), desc=f"{ORDER}-gram baseline", leave=False, file=sys.stderr))
+    return Ngram(made, vocabulary)
+
+
+def evaluate(model: Model, episodes: Sequence[Episode], names: Sequence[str] = tuple(VARIANTS)) -> dict[str, Scores]:
+    """Scores by name of the variant. Raises ValueError for a name that is not in VARIANTS."""
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise ValueError(f"Evaluating the toy model: no variant {unknown[0]!r}. Choose from: {', '.join(VARIANTS)}.")
+    rows = {}
+    with tqdm(total=len(names) * len(episodes), file=sys.stderr, unit="episode") as bar:
+        def counted() -> Iterator[Episode]:
+            for found in episodes:
+                yield found
+                bar.update()
+
+        for name in names:
+            bar.set_description(name)
+            with VARIANTS[name]():
+                rows[name] = measure(model, counted())
+    return rows
+
+
+# --- table ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: bool = False) -> str:
+    """The rows as text. baseline: loss of the n-gram model, None to leave its row out. The last row counts questions."""
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{share:.0%}"
+
+    lines = [["variant", "loss", *COLUMNS]]
+    lines += [[name, f"{own.loss:.3f}", *(percent(own.share(column)) for column in COLUMNS)] for name, own in rows.items()]
+    if baseline is not None:
+        lines.append([f"{ORDER}-gram baseline", f"{baseline:.3f}", *("-" for _ in COLUMNS)])
+    asked = next(iter(rows.values())).asked
+    lines.append(["questions", "-", *(str(asked.get(column, 0)) for column in COLUMNS)])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    padded = [[line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
+              for line in lines]
+    if not markdown:
+        return "\n".join("  ".join(line) for line in padded)
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m reference.toyworld.evaluate", description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--ckpt", type=Path, default=CHECKPOINT, help="folder of the toy model")
+    parser.add_argument("--episodes", type=int, default=EPISODES,
+                        help=f"text episodes; one chat and one picture episode for every {OTHER_SHARE}, at least one each")
+    parser.add_argument("--tokens", type=int, default=1024, help="length of an episode")
+    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    given = parser.parse_args(arguments)
+    if given.episodes < 1:
+        raise ValueError(f"Evaluating the toy model: --episodes must be at least 1, got {given.episodes}.")
+    if given.tokens < SHORTEST:
+        raise ValueError(f"Evaluating the toy model: --tokens must be at least {SHORTEST}, got {given.tokens}.")
+    model, tokenizer = inference.load(given.ckpt), Tokenizer.load(given.ckpt)
+    text = model.config.text_config
+    if given.tokens > text.max_position_embeddings:
+        raise ValueError(f"Evaluating the toy model: --tokens must be at most {text.max_position_embeddings}, the context of "
+                         f"this checkpoint, got {given.tokens}.")
+    episodes = evaluation_episodes(tokenizer, given.episodes, max(1, given.episodes // OTHER_SHARE), given.tokens)
+    rows = evaluate(model, episodes)
+    baseline = train_ngram(tokenizer, text.vocab_size, given.tokens).loss(episodes)
+    print(table(rows, baseline, given.markdown))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
