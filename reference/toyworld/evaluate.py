@@ -11,7 +11,7 @@ and a 4-gram model of the corpus. The columns, on episodes of the test split:
                 sliding window, where plain attention sees it, and beyond, where only compressed rows can carry it.
                 "chat" counts tool calls too.
 
-Ablations replace functions of inference/ from outside for the length of a `with` block, so the model holds no switch for
+Ablations replace functions of inference/ from outside for the length of a `with` block; the model holds no switch for
 them. The weights were trained with everything on: a row says what the trained model relies on, not how good a model
 trained without the mechanism would be.
 
@@ -108,7 +108,7 @@ def engram_off() -> AbstractContextManager:
 
 
 def hyper_connections_not_lagged() -> AbstractContextManager:
-    """Every sub-layer collapses with the pre vector computed from its own input. The head keeps the last one computed."""
+    """Every sub-layer collapses with the pre vector of its own input. The head keeps the last one computed."""
 
     def sublayers(self: Layer, streams: Tensor, pre: Tensor, attention: Callable[[Tensor], Tensor],
                   context: Context) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Scores:
 
 def evaluation_episodes(tokenizer: Tokenizer, text: int = EPISODES, other: int = EPISODES // OTHER_SHARE,
                   tokens: int = 1024) -> list[Episode]:
-    """`text` text episodes of the test split, then `other` chats and as many picture episodes, each up to `tokens` ids."""
+    """Of the test split `text` text episodes, then `other` chats and as many with pictures, each up to `tokens` ids."""
     wanted = [("text", text), ("chat", other), ("picture", other)]
     return [episode(seed, tokens, "test", tokenizer, kind=kind) for kind, count in wanted for seed in range(count)]
 
@@ -199,7 +199,7 @@ def measure(model: Model, episodes: Iterable[Episode]) -> Scores:
 class Ngram:
     """Counts of 1- to n-grams, mixed by Witten-Bell back-off; below single tokens lies the uniform distribution.
 
-    p(w | h) = (count(h w) + kinds(h) p(w | shorter h)) / (count(h) + kinds(h)); kinds(h): different tokens seen after h.
+    p(w | h) = (count(h w) + kinds(h) p(w | shorter h)) / (count(h) + kinds(h)); kinds(h): different tokens after h.
     Contexts never seen pass p of the shorter one on. Source: Witten and Bell, 1991, in the interpolated form.
     """
 
@@ -260,12 +260,13 @@ def evaluate(model: Model, episodes: Sequence[Episode], names: Sequence[str] = t
 
 
 def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: bool = False) -> str:
-    """The rows as text. baseline: loss of the n-gram model, None to leave its row out. The last row counts questions."""
+    """The rows as text. baseline: loss of the n-gram model, None for no row. The last row counts questions."""
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{share:.0%}"
 
     lines = [["variant", "loss", *COLUMNS]]
-    lines += [[name, f"{own.loss:.3f}", *(percent(own.share(column)) for column in COLUMNS)] for name, own in rows.items()]
+    lines += [[name, f"{own.loss:.3f}", *(percent(own.share(column)) for column in COLUMNS)]
+              for name, own in rows.items()]
     if baseline is not None:
         lines.append([f"{ORDER}-gram baseline", f"{baseline:.3f}", *("-" for _ in COLUMNS)])
     asked = next(iter(rows.values())).asked
@@ -284,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=CHECKPOINT, help="folder of the toy model")
     parser.add_argument("--episodes", type=int, default=EPISODES,
-                        help=f"text episodes; one chat and one picture episode for every {OTHER_SHARE}, at least one each")
+                        help=f"text episodes; for every {OTHER_SHARE} also one chat and one with pictures")
     parser.add_argument("--tokens", type=int, default=1024, help="length of an episode")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     given = parser.parse_args(arguments)
@@ -295,8 +296,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, tokenizer = inference.load(given.ckpt), Tokenizer.load(given.ckpt)
     text = model.config.text_config
     if given.tokens > text.max_position_embeddings:
-        raise ValueError(f"Evaluating the toy model: --tokens must be at most {text.max_position_embeddings}, the context of "
-                         f"this checkpoint, got {given.tokens}.")
+        raise ValueError(f"Evaluating the toy model: --tokens must be at most {text.max_position_embeddings}, the "
+                         f"context of this checkpoint, got {given.tokens}.")
     episodes = evaluation_episodes(tokenizer, given.episodes, max(1, given.episodes // OTHER_SHARE), given.tokens)
     rows = evaluate(model, episodes)
     baseline = train_ngram(tokenizer, text.vocab_size, given.tokens).loss(episodes)
