@@ -1,4 +1,4 @@
-"""The table of what the toy model can do (reference/toyworld/evaluate.py), on the bundled checkpoint."""
+"""The table of what the toy model can do (reference/toyworld/eval.py), on the bundled checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import inference
-from reference.toyworld import evaluate
+from reference.toyworld import eval as evaluate
 from reference.toyworld.corpus import CHECKPOINT, episode, load_tokenizer
 
 TOKENIZER = load_tokenizer()

@@ -1,6 +1,6 @@
 """What the toy model can do, and which mechanism it owes that to.
 
-    python -m reference.toyworld.evaluate [--ckpt DIR] [--episodes N] [--tokens 1024] [--markdown]
+    python -m reference.toyworld.eval [--ckpt DIR] [--episodes N] [--tokens 1024] [--markdown]
 
 prints one row per variant of the same weights: the model as it is, the model with one mechanism disturbed (`VARIANTS`),
 and a 4-gram model of the corpus. The columns, on episodes of the test split:
@@ -16,7 +16,7 @@ them. The weights were trained with everything on: a row says what the trained m
 trained without the mechanism would be.
 
 Leaves out: free generation (answers are teacher-forced) and speculative decoding (reference/speculation.py).
-Test: tests/test_toyworld_evaluate.py
+Test: tests/test_toyworld_eval.py
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="python -m reference.toyworld.evaluate", description=__doc__.splitlines()[0],
+    parser = Parser(prog="python -m reference.toyworld.eval", description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=CHECKPOINT, help="folder of the toy model")
     parser.add_argument("--episodes", type=int, default=EPISODES,
