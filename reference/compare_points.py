@@ -186,15 +186,22 @@ def judge_sets(result: Result, actual: np.ndarray, expected: np.ndarray, keys: n
         margin, tolerance = margin_of(tuple(index), left - right, right - left)
         text = (f"at {_place(result, index, keys)} only here {_members(result, left - right)}, only wanted "
                 f"{_members(result, right - left)}")
-        if len(left) != len(right) or not margin <= tolerance:
-            _differs(result, index, keys)
-            result.margin, result.detail = (None if math.isinf(margin) else margin), text
+        if not _near_tie(result, index, keys, len(left) == len(right) and margin <= tolerance, margin, text):
             return result
-        result.decided.append((index[0], int(keys[index[1]])))
         worst = max(worst, margin)
-        result.detail = result.detail or text
     _conclude(result, worst)
     return result
+
+
+def _near_tie(result: Result, index: Any, keys: np.ndarray, near: bool, margin: float, text: str) -> bool:
+    """Note a decision that differs at `index`: if it is `near` as one more near-tie, else as what ends the comparison."""
+    if not near:
+        _differs(result, index, keys)
+        result.margin, result.detail = (None if math.isinf(margin) else margin), text
+        return False
+    result.decided.append((index[0], int(keys[index[1]])))
+    result.detail = result.detail or text
+    return True
 
 
 def _members(result: Result, numbers: set[int]) -> str:
@@ -252,13 +259,9 @@ def judge_choice(result: Result, actual: np.ndarray, expected: np.ndarray, keys:
         if scores is not None and place[-1] >= 0:
             values = scores[place].astype(np.float64)
             margin, tolerance = abs(float(values[wanted] - values[here])), bound * float(np.abs(values).max())
-        if math.isinf(margin) or margin > tolerance:
-            _differs(result, index, keys)
-            result.margin, result.detail = (None if math.isinf(margin) else margin), text
+        if not _near_tie(result, index, keys, not math.isinf(margin) and margin <= tolerance, margin, text):
             return result
-        result.decided.append((index[0], int(keys[index[1]])))
         worst = max(worst, margin)
-        result.detail = result.detail or text
     _conclude(result, worst)
     return result
 

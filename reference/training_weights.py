@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from inference import quant
+from inference.checkpoint import INDEX
 from inference.model import Model
 from reference.shard_writer import json_bytes
 from reference.tiny import random_tensors
-from safetensors.torch import save_file
 
-INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4_500_000  # ours: small files, so that a repository can hold them
 _GROUP = 32
 
@@ -186,4 +186,5 @@ def read_masters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter_count(model: nn.Module) -> int:
+    """Numbers that the model is made of, whatever their format."""
     return sum(math.prod(parameter.shape) for parameter in model.parameters())
