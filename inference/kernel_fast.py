@@ -166,7 +166,7 @@ def build(split: int, index_type: str):
             rest_there = T.alloc_barrier(128)
             slot_full = T.alloc_barrier([256] * SLOTS)
             slot_free = T.alloc_barrier([8] * SLOTS)  # one per warp of both value groups
-            landed = T.alloc_barrier(split * share // 64)
+            landed = T.alloc_barrier(max(1, (split - 1) * share // 64))  # what the neighbors send
 
             thread = T.get_thread_binding()
             rank = T.alloc_var("int32", init=0)
@@ -424,22 +424,28 @@ def build(split: int, index_type: str):
                     for i, c in T.Parallel(HEADS, half):
                         right[i, c] *= weight[i]
                     # Slot 0 holds what this block sends, slots 1 and 2 what it receives: peer p at channels p * share.
+                    # Its own share stays where it is: compute-sanitizer takes a block that sends to itself for a mistake.
                     T.copy(left, ring[0, :, 0:half])
                     T.copy(right, ring[0, :, half:WIDTH])
                     T.fence_proxy_async()
                     T.sync_threads(VALUES, 256)
                     if thread == 256:
                         for piece in T.unroll(WIDTH // 64):
-                            T.evaluate(send_block(
-                                ring[0, 0, piece * 64],
-                                ring[1 + rank // owners, 0, rank % owners * share + piece * 64 % share],
-                                piece * 64 // share, landed[0]))
+                            if piece * 64 // share != rank:
+                                T.evaluate(send_block(
+                                    ring[0, 0, piece * 64],
+                                    ring[1 + rank // owners, 0, rank % owners * share + piece * 64 % share],
+                                    piece * 64 // share, landed[0]))
                     if rank < owners:
                         T.barrier_wait(landed, 0)
                         T.clear(added)
                         for peer in T.unroll(split):
-                            for i, c in T.Parallel(HEADS, share):
-                                added[i, c] += ring[1 + peer // owners, i, peer % owners * share + c]
+                            if peer == rank:
+                                for i, c in T.Parallel(HEADS, share):
+                                    added[i, c] += ring[0, i, rank * share + c]
+                            else:
+                                for i, c in T.Parallel(HEADS, share):
+                                    added[i, c] += ring[1 + peer // owners, i, peer % owners * share + c]
                         for i, c in T.Parallel(HEADS, share):
                             if head0 + i < heads:
                                 out[query, head0 + i, rank * share + c] = added[i, c]

@@ -72,6 +72,7 @@ KINDS = {"text": 0.7, "chat": 0.17, "picture": 0.13}  # of the rows of a batch; 
 PICTURE_SIZES = ((6, 6), (6, 9), (9, 6))  # patch rows and columns of the pictures of the toy world
 PICTURE_SHARE = 768  # ours: one picture of each size per so many tokens has room in a batch
 ANSWER_WEIGHT = 4.0  # ours: of a token that answers a question, against 1 of other text
+PICTURE_WEIGHT = 12.0  # ours: likewise, about a picture; finding a shape's place is what the model learns last
 
 BIAS_STEP = 2e-3  # ours; report: the bias moves by a constant against the load
 INDEX_SHARE = 4  # ours: the index loss is computed on every fourth row of the batch
@@ -101,8 +102,8 @@ class Batch:
 
 
 def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokenizer, config: Config,
-               kinds: Sequence[str] | None = None) -> Batch:
-    """Deterministic in its arguments. kinds: of every row; by default drawn with the shares of KINDS."""
+               kinds: Sequence[str] | None = None, shares: Sequence[float] = tuple(KINDS.values())) -> Batch:
+    """Deterministic in its arguments. kinds: of every row; by default drawn with the shares of the kinds of KINDS."""
     chance = random.Random(f"{split} {seed}")
     ids, weights = torch.full((rows, tokens), config.pad_token_id), torch.zeros(rows, tokens)
     types = torch.full((rows, tokens), TEXT)
@@ -111,7 +112,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
     patches: dict[tuple[int, int], list[Tensor]] = {size: [] for size in PICTURE_SIZES}
     spans: list[tuple[tuple[int, int], int]] = []  # size and number within the size, in the order of the prompt
     for row in range(rows):
-        kind = kinds[row] if kinds else chance.choices(list(KINDS), list(KINDS.values()))[0]
+        kind = kinds[row] if kinds else chance.choices(list(KINDS), shares)[0]
         used = 0
         while tokens - used >= SHORTEST:
             own = episode(chance.getrandbits(48), tokens - used, split, tokenizer, kind=kind)
@@ -129,7 +130,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
                 patches[size].append(image.patches)
             for question in own.questions:
                 moved = dataclasses.replace(question, start=question.start + used, end=question.end + used)
-                weights[row, moved.start:moved.end] = ANSWER_WEIGHT
+                weights[row, moved.start:moved.end] = PICTURE_WEIGHT if moved.task == "picture" else ANSWER_WEIGHT
                 questions.append((row, moved))
             used = end
     weights[types != TEXT] = 0.0
@@ -151,17 +152,19 @@ def _span_length(size: tuple[int, int], config: Config) -> int:
 
 
 class Batches(torch.utils.data.IterableDataset):
-    """Endless batches; worker w of n gives numbers w, w + n, ... of one sequence. Switches to `later` when told so."""
+    """Endless batches; worker w of n gives numbers w, w + n, ... of one sequence."""
 
-    def __init__(self, seed: int, shape: tuple[int, int], tokenizer_dir: Path, config: Config) -> None:
-        self.seed, self.shape, self.tokenizer_dir, self.config = seed, shape, tokenizer_dir, config
+    def __init__(self, seed: int, shape: tuple[int, int], tokenizer_dir: Path, config: Config,
+                 shares: Sequence[float]) -> None:
+        self.seed, self.shape, self.tokenizer_dir, self.config, self.shares = seed, shape, tokenizer_dir, config, shares
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         number, step = (worker.id, worker.num_workers) if worker else (0, 1)
         tokenizer = Tokenizer.load(self.tokenizer_dir)
         while True:
-            yield make_batch(self.seed * 1_000_003 + number, *self.shape, "train", tokenizer, self.config)
+            yield make_batch(self.seed * 1_000_003 + number, *self.shape, "train", tokenizer, self.config,
+                             shares=self.shares)
             number += step
 
 
@@ -362,6 +365,7 @@ class Settings:
     compiled: bool
     anchors: int = 32
     phases: tuple[float, float] = PHASES
+    shares: tuple[float, ...] = tuple(KINDS.values())
     warmup: float = 0.03
     report_every: int = 50
     checks: int = 2  # test batches of every evaluation
@@ -491,8 +495,8 @@ def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Pat
             wanted = (max(1, settings.batch_tokens // length), length)
             if wanted != shape:
                 shape = wanted
-                batches = loader(Batches(settings.seed * 64 + rank * 7 + length, shape, tokenizer_dir, config),
-                                 settings.workers)
+                batches = loader(Batches(settings.seed * 64 + rank * 7 + length, shape, tokenizer_dir, config,
+                                         settings.shares), settings.workers)
             select(model, everything)
             found = step(next(batches))
             for group in optimizer.param_groups:
@@ -602,6 +606,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.add_argument("--long", type=int, default=1024)
         own.add_argument("--rate", type=float, default=2e-3)
         own.add_argument("--phases", type=float, nargs=2, default=PHASES)
+        own.add_argument("--shares", type=float, nargs=len(KINDS), default=tuple(KINDS.values()), metavar="SHARE",
+                         help=f"of the rows of a batch: {', '.join(KINDS)}")
         own.add_argument("--seed", type=int, default=1)
         own.add_argument("--workers", type=int, default=2)
         own.add_argument("--anchors", type=int, default=32, help="draft: anchors per row")
@@ -648,7 +654,7 @@ def _train_command(given: argparse.Namespace) -> None:
         model = build_model(Config.from_dict(values), tokenizer, device)
     masters = Masters(model, masters_start, stored_formats(values))
     settings = Settings(given.command, given.minutes, given.steps, given.batch_tokens, given.short, given.long, given.rate,
-                        given.seed, given.workers, given.compile, given.anchors, tuple(given.phases),
+                        given.seed, given.workers, given.compile, given.anchors, tuple(given.phases), tuple(given.shares),
                         report_every=given.report_every)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"{parameter_count(model):,} parameters on {device}")

@@ -1,21 +1,26 @@
 """What the toy model can do, and which mechanism it owes that to.
 
-    python -m reference.toyworld.eval [--ckpt DIR] [--episodes N] [--tokens 1024] [--markdown]
+    python -m reference.toyworld.eval [--ckpt DIR] [--only SECTION ...] [--episodes N] [--tokens 1024] [--prompts N]
+                                      [--new-tokens N] [--questions N] [--markdown]
 
-prints one row per variant of the same weights: the model as it is, the model with one mechanism disturbed (`VARIANTS`),
-and a 4-gram model of the corpus. The columns, on episodes of the test split:
+prints these sections, all on episodes of the test split; about five minutes on one core:
 
+ablations    one row per variant of the same weights: the model as it is, the model with one mechanism disturbed
+             (`VARIANTS`), and a 4-gram model of the corpus
     loss        mean -log p(next token) in nats over every token of the text episodes but the first of each
     the others  share of questions whose whole answer is predicted: argmax of the logits before each of its tokens, all
                 tokens before it given. Retrieval is split by the distance to the place that told the value: within the
                 sliding window, where plain attention sees it, and beyond, where only compressed rows can carry it.
                 "chat" counts tool calls too.
+distance     retrieval by distance in octaves, the sliding window being the first; twice as many text episodes
+drafts       DSpark against decoding without drafts, then the calibration of its confidence head: eval_drafts.py
+prefill      the shorter prefill modes against the full one: eval_drafts.py
 
 Ablations replace functions of inference/ from outside for the length of a `with` block; the model holds no switch for
 them. The weights were trained with everything on: a row says what the trained model relies on, not how good a model
-trained without the mechanism would be.
+trained without the mechanism would be. The first two sections run in native numerics, the others in float32.
 
-Leaves out: free generation (answers are teacher-forced) and speculative decoding (reference/speculation.py).
+Leaves out: free answers (answers are teacher-forced).
 Test: tests/test_toyworld_eval.py
 """
 
@@ -46,14 +51,20 @@ from inference.image_processor import process_image
 from inference.indexer import Indexer
 from inference.model import Layer, Model
 from inference.tokenizer import Tokenizer
+from reference.toyworld import eval_drafts
 from reference.toyworld.corpus import CHECKPOINT, SHORTEST, Episode, Question, episode
+from reference.toyworld.eval_drafts import KINDS, SAMPLED, Lines
 
+SECTIONS = ("ablations", "distance", "drafts", "prefill")
 COLUMNS = ("retrieval in window", "retrieval beyond", "memory", "copy", "chat", "picture")
 EPISODES = 10  # ours: text episodes by default; with a fifth as many chats and pictures two minutes on one core
 OTHER_SHARE = 5  # ours: one chat and one picture episode for so many of text
 ORDER = 4  # ours: of the n-gram baseline
 NGRAM_EPISODES = 1000  # ours: training text of the baseline, about a million tokens
 NOISE_SEED = 0  # ours
+DISTANCE_EPISODES = 2  # ours: text episodes of "distance" for each of --episodes; the longest distances are rare
+PROMPTS, NEW_TOKENS = 24, 80  # ours: continued with and without drafts, two minutes on one core
+QUESTIONS = 60  # ours: asked after each prefill mode, a minute
 
 
 # --- ablations -----------------------------------------------------------------------------------------------------
@@ -187,13 +198,33 @@ def measure(model: Model, episodes: Iterable[Episode]) -> Scores:
         if found.kind == "text":
             total += float(F.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
             tokens += len(ids) - 1
-        hits = logits[:-1].argmax(-1) == ids[1:]
-        for question in found.questions:
+        for question, answered in answers(logits, found):
             column = column_of(question, window)
             if column is not None:
                 asked[column] += 1
-                right[column] += bool(hits[question.start - 1:question.end - 1].all())
+                right[column] += answered
     return Scores(total / tokens if tokens else float("nan"), right, asked)
+
+
+def answers(logits: Tensor, found: Episode) -> Iterator[tuple[Question, bool]]:
+    """All questions of an episode, and whether logits [S, V] predict every token of the answer."""
+    hits = (logits[:-1].argmax(-1).cpu() == torch.tensor(found.ids[1:])).tolist()
+    for question in found.questions:
+        yield question, all(hits[question.start - 1:question.end - 1])
+
+
+def measure_distance(model: Model, episodes: Iterable[Episode]) -> dict[int, tuple[int, int]]:
+    """Retrieval by distance: upper end of the octave -> (answered, asked). The first octave is the sliding window."""
+    found: dict[int, tuple[int, int]] = {}
+    for one in episodes:
+        for question, answered in answers(episode_logits(model, one), one):
+            if question.task == "retrieval":
+                octave = model.config.text_config.sliding_window
+                while octave < question.distance:
+                    octave *= 2
+                right, asked = found.get(octave, (0, 0))
+                found[octave] = right + answered, asked + 1
+    return dict(sorted(found.items()))
 
 
 class Ngram:
@@ -256,11 +287,11 @@ def evaluate(model: Model, episodes: Sequence[Episode], names: Sequence[str] = t
     return rows
 
 
-# --- table ---------------------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: bool = False) -> str:
-    """The rows as text. baseline: loss of the n-gram model, None for no row. The last row counts questions."""
+def ablation_lines(rows: Mapping[str, Scores], baseline: float | None = None) -> Lines:
+    """The table of `evaluate`. baseline: loss of the n-gram model, None for no row. The last row counts questions."""
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{share:.0%}"
 
@@ -270,7 +301,18 @@ def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: b
     if baseline is not None:
         lines.append([f"{ORDER}-gram baseline", f"{baseline:.3f}", *("-" for _ in COLUMNS)])
     asked = next(iter(rows.values())).asked
-    lines.append(["questions", "-", *(str(asked.get(column, 0)) for column in COLUMNS)])
+    return [*lines, ["questions", "-", *(str(asked.get(column, 0)) for column in COLUMNS)]]
+
+
+def distance_lines(octaves: Mapping[int, tuple[int, int]], window: int) -> Lines:
+    """The table of `measure_distance`."""
+    names = [f"up to {last}" if last == window else f"{last // 2 + 1} to {last}" for last in octaves]
+    return [["distance", *names], ["answered", *(f"{right / asked:.0%}" for right, asked in octaves.values())],
+            ["questions", *(str(asked) for _, asked in octaves.values())]]
+
+
+def table(lines: Lines, markdown: bool = False) -> str:
+    """Lines as text with aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     padded = [[line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]
               for line in lines]
@@ -280,28 +322,80 @@ def table(rows: Mapping[str, Scores], baseline: float | None = None, markdown: b
     return "\n".join(f"| {' | '.join(line)} |" for line in [padded[0], rule, *padded[1:]])
 
 
+# --- command line --------------------------------------------------------------------------------------------------
+
+
+def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> Iterator[tuple[str, Lines]]:
+    """Title and table of everything that is asked for, as soon as it is measured."""
+    text = model.config.text_config
+    wanted = given.only or SECTIONS
+    others = max(1, given.episodes // OTHER_SHARE)
+    if "ablations" in wanted:
+        episodes = evaluation_episodes(tokenizer, given.episodes, others, given.tokens)
+        rows = evaluate(model, episodes)
+        baseline = train_ngram(tokenizer, text.vocab_size, given.tokens).loss(episodes)
+        yield "Share of questions answered, by variant of the same weights", ablation_lines(rows, baseline)
+    if "distance" in wanted:
+        episodes = evaluation_episodes(tokenizer, DISTANCE_EPISODES * given.episodes, 0, given.tokens)
+        octaves = measure_distance(model, tqdm(episodes, desc="distance", unit="episode", file=sys.stderr))
+        yield "Retrieval by distance in tokens", distance_lines(octaves, text.sliding_window)
+    if not {"drafts", "prefill"} & set(wanted):
+        return
+    model = inference.load(given.ckpt, numerics="float32")
+    if "drafts" in wanted:
+        prompts = eval_drafts.draft_prompts(tokenizer, given.prompts, given.tokens)
+        runs = eval_drafts.decode_prompts(model, prompts, given.new_tokens)
+        yield (f"Drafts, {given.prompts} prompts; the greedy texts with and without are equal",
+               eval_drafts.draft_lines(runs, text.dspark_block_size))
+        fitted_on, judged_on = eval_drafts.halves(runs[SAMPLED, True])
+        yield ("Calibration of the confidence that all of the drafts are accepted, fitted on the other half of the prompts",
+               eval_drafts.calibration_lines(fitted_on, judged_on))
+    if "prefill" in wanted:
+        episodes = [found for found in evaluation_episodes(tokenizer, given.episodes, others, given.tokens)
+                    if found.kind in KINDS]
+        asked = eval_drafts.spread([(found, question) for found in episodes for question in found.questions
+                                    if column_of(question, text.sliding_window)], given.questions)
+        if not asked:
+            raise ValueError(f"Evaluating the toy model: episodes of {given.tokens} tokens ask nothing. Raise --tokens or "
+                             "--episodes.")
+        beyond = [column_of(question, text.sliding_window) == COLUMNS[1] for _, question in asked]
+        yield ("Prefill modes; the error is that of the last logits, relative to those of the full prefill",
+               eval_drafts.prefill_lines(eval_drafts.measure_prefills(model, asked), beyond))
+
+
+def _check(given: argparse.Namespace, model: Model) -> None:
+    """Raises ValueError for numbers that cannot be used."""
+    text = model.config.text_config
+    least = {"episodes": 1, "tokens": SHORTEST, "questions": 1, "prompts": 2 * len(KINDS),
+             "new_tokens": text.dspark_block_size + 2}  # a call sends at most two drafts fewer than tokens are wanted
+    for name, bound in least.items():
+        if getattr(given, name) < bound:
+            raise ValueError(f"Evaluating the toy model: --{name.replace('_', '-')} must be at least {bound}, got "
+                             f"{getattr(given, name)}.")
+    if given.tokens > text.max_position_embeddings:
+        raise ValueError(f"Evaluating the toy model: --tokens must be at most {text.max_position_embeddings}, the "
+                         f"context of this checkpoint, got {given.tokens}.")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m reference.toyworld.eval", description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ckpt", type=Path, default=CHECKPOINT, help="folder of the toy model")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION",
+                        help=f"what to print, of {', '.join(SECTIONS)}; all if not given")
     parser.add_argument("--episodes", type=int, default=EPISODES,
                         help=f"text episodes; for every {OTHER_SHARE} also one chat and one with pictures")
     parser.add_argument("--tokens", type=int, default=1024, help="length of an episode")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="prompts of the section drafts")
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS, help="of each of these prompts")
+    parser.add_argument("--questions", type=int, default=QUESTIONS, help="of the section prefill, at most")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     given = parser.parse_args(arguments)
-    if given.episodes < 1:
-        raise ValueError(f"Evaluating the toy model: --episodes must be at least 1, got {given.episodes}.")
-    if given.tokens < SHORTEST:
-        raise ValueError(f"Evaluating the toy model: --tokens must be at least {SHORTEST}, got {given.tokens}.")
     model, tokenizer = inference.load(given.ckpt), Tokenizer.load(given.ckpt)
-    text = model.config.text_config
-    if given.tokens > text.max_position_embeddings:
-        raise ValueError(f"Evaluating the toy model: --tokens must be at most {text.max_position_embeddings}, the "
-                         f"context of this checkpoint, got {given.tokens}.")
-    episodes = evaluation_episodes(tokenizer, given.episodes, max(1, given.episodes // OTHER_SHARE), given.tokens)
-    rows = evaluate(model, episodes)
-    baseline = train_ngram(tokenizer, text.vocab_size, given.tokens).loss(episodes)
-    print(table(rows, baseline, given.markdown))
+    _check(given, model)
+    for number, (title, lines) in enumerate(sections(given, model, tokenizer)):
+        print("\n" * (number > 0) + (f"**{title}**\n" if given.markdown else title))
+        print(table(lines, given.markdown), flush=True)
     return 0
 
 
