@@ -42,8 +42,10 @@ def test_equals_the_oracles(tmp_path) -> None:
 
 
 def test_drafts_change_speed_and_not_text(capsys) -> None:
+    """In float32: here the corpus ends half of its sentences with a newline, and one row and six round apart in BF16."""
     prompt = "Mira keeps the brass key in the barn. The password of Tom is river seven. List: barn mill inn cave. Copy:"
-    plain, drafted = (completions(capsys, "--raw", "--prompt", prompt, option)[0] for option in ("--no-spec", "--spec"))
+    plain, drafted = (completions(capsys, "--raw", "--numerics", "float32", "--prompt", prompt, option)[0]
+                      for option in ("--no-spec", "--spec"))
     assert plain["completion_ids"] == drafted["completion_ids"] and plain["text"].startswith(" barn mill inn cave.")
 
 
