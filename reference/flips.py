@@ -7,6 +7,10 @@ takes decisions the other way, one after the other, and keeps those that make th
 
 What is watched, in the model and in graft.py: the fake quantizers of window rows, compressed rows, index queries and keys; ties at the boundary of a
 selection. It works from outside, by replacing the functions that `inference` calls while it is active; nothing is left behind.
+
+BF16 numerics round after every product and norm, each time with some entries so close to a midpoint that another order of sums
+takes them to the other side. There are too many of them to try one by one: `Roundings` takes a random part of them the other
+way. A difference that any such run reproduces is legitimate; one that none does is not excused.
 Tests: tests/test_verify.py
 """
 
@@ -15,19 +19,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import inference.attention
 import inference.indexer
+import inference.moe
 import reference.graft
 
 # ours: relative nudges, smallest first. The largest is far above float32 noise of these models (about 1e-6 at the
 # end of nano) and far below the distance of neighbouring codes (6e-2 for E4M3).
 NUDGES = (1e-7, 3e-7, 1e-6, 3e-6, 1e-5)
+# ours: error of a float32 sum of K products in units of sqrt(K) * 2^-24 * |products|. Measured on a CPU: at most 1.9 (BLAS,
+# blocks of 16 and one by one, K from 64 to 512, 600,000 sums each); twice that here. Casts of float32 values get the same number.
+SUM_UNITS = 4
 # Functions and the channels that share a scale: a decision is one code, or the scale of one group.
 _QUANTIZERS = ((inference.attention, "fake_quant_fp8", 32), (inference.attention, "fake_quant_fp4_e4m3", 16),
                (inference.indexer, "fake_quant_fp4_e8m0", 32), (reference.graft, "fake_quant_fp4_e4m3", 16))
@@ -85,7 +96,8 @@ class Arbiter:
             call, self._call = self._call, self._call + 1
             rounded = quantize(x).reshape(-1, group)
             seen: set[int] = set()
-            for size in NUDGES if not self.taken else ():
+            # A nudge leaves a BF16 number as it is: there only ties are close, and Roundings does the rest.
+            for size in NUDGES if not self.taken and x.dtype == torch.float32 else ():
                 for nudge in (size, -size):
                     changed = (quantize(x * (1 + nudge)).reshape(-1, group) != rounded).any(-1)
                     for entry in changed.nonzero().flatten().tolist():
@@ -143,3 +155,64 @@ def explain(run: Callable[[Arbiter], tuple[int, str | None]], most: int = 4, tri
             break
         agreed, point, taken = best[0], best[1], (*taken, best[2])
     return point, taken
+
+
+class Roundings(TorchDispatchMode):
+    """While active, part of the close BF16 roundings fall the other way, as other orders of summation would make them.
+
+    A product is computed in float64; an entry is close if the nearest BF16 numbers of value - t and value + t differ,
+    t = SUM_UNITS * sqrt(K) * 2^-24 * |products|. Float32 products move by at most t, casts from float32 take t relative to the
+    entry and the row. Only a share of the entries is moved, all others stay as this device rounds them. Experts run as a
+    loop and attention in its torch form, because grouped products and compiled kernels cannot be looked into.
+    """
+
+    def __init__(self, seed: int, share: float) -> None:
+        super().__init__()
+        self.seed, self.share = seed, share
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._outside = contextlib.ExitStack()
+
+    def __enter__(self) -> Roundings:
+        usable, kernel = inference.moe.Experts.usable_stacks, os.environ.get("KERNEL")
+
+        def restore() -> None:
+            inference.moe.Experts.usable_stacks = usable
+            os.environ.pop("KERNEL")
+            if kernel is not None:
+                os.environ["KERNEL"] = kernel
+
+        inference.moe.Experts.usable_stacks = lambda experts, x: None
+        os.environ["KERNEL"] = "torch"
+        self._outside.callback(restore)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._outside.close()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        aten = torch.ops.aten
+        if function in (aten.mm.default, aten.bmm.default, aten.addmm.default) and out.dtype in (torch.bfloat16, torch.float32):
+            left, right = (factor.to(torch.float64) for factor in args[-2:])
+            exact = left @ right + (args[0].to(torch.float64) if len(args) == 3 else 0)
+            reach = (left.square() @ right.square()).sqrt() * (SUM_UNITS * 2**-24 * left.shape[-1] ** 0.5)
+            # A sum that float32 holds exactly, as most sums of FP8 times FP4 are, is the same in every order.
+            return self._moved(out, exact, torch.where(exact == exact.to(torch.float32), 0.0, reach))
+        if function is aten._to_copy.default and out.dtype == torch.bfloat16 and args[0].dtype == torch.float32 and out.dim():
+            exact = args[0].to(torch.float64)
+            row = exact.square().mean(-1, keepdim=True).sqrt().nan_to_num(0.0, 0.0, 0.0)
+            # What is a BF16 number already, as the values of a quantizer, was not rounded.
+            return self._moved(out, exact, torch.where(exact == out, 0.0, (exact.abs() + row) * (SUM_UNITS * 2**-24)))
+        return out
+
+    def _moved(self, out: Tensor, exact: Tensor, reach: Tensor) -> Tensor:
+        """`out`, with a share of its entries replaced by the rounding of a random value within `reach` of the exact one."""
+        if out.device not in self._generators:
+            self._generators[out.device] = torch.Generator(out.device).manual_seed(self.seed)
+        where, side = (torch.rand(out.shape, generator=self._generators[out.device], device=out.device) for _ in range(2))
+        if out.dtype == torch.float32:
+            return torch.where(where < self.share, (exact + (2 * side - 1) * reach).to(torch.float32), out)
+        # Full reach to either side, so that a close entry goes to the other one half of the time.
+        other = (exact + torch.where(side < 0.5, -reach, reach)).to(out.dtype)
+        return torch.where((where < self.share) & exact.isfinite(), other, out)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inference import dspark
+from inference.cache import Cache
 from inference.context import Context, Shared
 from inference.hyper_connections import Mixes, collapse, expand, first_pre
 from inference.image_processor import ImageInput
@@ -102,7 +103,7 @@ def prefill_points(model: Model, trace: Recorded, input_ids: Tensor, token_types
         yield "mtp.main_hidden", torch.cat(targets, dim=-1)
 
 
-def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache, main_hidden: Tensor) -> Iterator[Point]:
+def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache: Cache, main_hidden: Tensor) -> Iterator[Point]:
     """All points of one drafting step.
 
     anchor [B]; cache: after the prompt, rings committed; main_hidden [B, 1, targets * D] of the last position, as computed.
@@ -151,6 +152,21 @@ def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache, main_hidd
                        lambda logits: logits.argmax(-1))
     for name in ("mtp.logits", "mtp.confidence", "mtp.draft_ids"):
         yield name, observed[name]
+
+
+def draft_cache(model: Model, main_hidden: Tensor) -> Cache:
+    """A cache after the tokens whose draft conditioning is main_hidden [B, S, targets * D]: all that drafting reads.
+
+    The draft rings are filled from main_hidden; what the backbone keeps is empty.
+    """
+    batch, tokens = main_hidden.shape[:2]
+    positions = torch.arange(tokens, device=main_hidden.device).expand(batch, -1)
+    context = Context(model.numerics, positions, (0,) * batch, (tokens,) * batch)
+    cache = model.new_cache(batch)
+    rows = dspark.context_rows(model.mtp, main_hidden.to(model.numerics.dtype), context)
+    rings = {layer: cache.windows[layer].write(row, context.starts, context.counts) for layer, row in rows.items()}
+    cache.state = dataclasses.replace(cache.state, windows={**cache.windows, **rings}, lengths=context.counts)
+    return cache
 
 
 def _sublayer_points(layer: Layer, streams: Tensor, pre: Tensor, context: Context, trace: Recorded, attention):
