@@ -108,14 +108,24 @@ def grouped_experts(tokens: Tensor, ids: Tensor, weights: Tensor, stacks: tuple[
     pair_weights = weights.flatten()[order].unsqueeze(-1)
     parts = []
     for rows, matrices, ends in _runs(experts, stacks, budget):
-        gate, up = (_product(x[rows], matrix, ends).to(torch.float32) for matrix in matrices(0, 1))
-        hidden = pair_weights[rows] * (F.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit))
-        hidden = hidden.to(tokens.dtype)
+        gate, up = (_product(x[rows], matrix, ends) for matrix in matrices(0, 1))
+        hidden = gated_product(gate, up, pair_weights[rows], limit)
         hidden = fake_quant_fp8(hidden) if numerics.quantize_inputs else hidden
         parts.append(_product(hidden, *matrices(2), ends))
     y = torch.cat(parts)[order.argsort()].unflatten(0, (-1, active))  # back to [n, A, D]
-    total = torch.zeros_like(tokens, dtype=torch.float32)
-    for slot in range(active):  # ids ascend, so this is the order of the loop
+    return sum_of_experts(y)
+
+
+def gated_product(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    """gate, up [p, C], weights [p, 1] float32 -> input of w2 [p, C], dtype of gate; float32 inside."""
+    dtype, gate, up = gate.dtype, gate.to(torch.float32), up.to(torch.float32)
+    return (weights * (F.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit))).to(dtype)
+
+
+def sum_of_experts(y: Tensor) -> Tensor:
+    """y [n, A, D], in ascending expert id -> [n, D] float32, added in the order of the loop."""
+    total = torch.zeros_like(y[:, 0], dtype=torch.float32)
+    for slot in range(y.shape[1]):
         total = total + y[:, slot].to(torch.float32)
     return total
 

@@ -4,7 +4,7 @@
                                  [--top-p P] [--seed S] [--device D] [--numerics native|dequantized|float32] [--no-fake-quant]
                                  [--weights resident|packed|stream] [--engram-dir DIR] [--expert-cache GIB] [--raw] [--mode chat|thinking] [--effort N] [--json]
                                  [--batch-size N] [--chunk N] [--cache packed|bf16] [--prefill full|halo|replay]
-                                 [--spec | --no-spec] [--confidence-threshold C]
+                                 [--spec | --no-spec] [--confidence-threshold C] [--compile]
 What it does
     Reads all prompts, then completes them (decoding.py), `--batch-size` at a time, until the end marker, `--max-new-tokens` or
     the context limit. Same seed, same text, in any batch. After each prompt a line with speed, peak memory and cache bytes per
@@ -18,6 +18,7 @@ Mirrors official: generate.py of the inference code, which knows no input format
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import resource
@@ -34,6 +35,7 @@ from inference import decoding, parallel
 from inference.cache import KINDS
 from inference.checkpoint import WEIGHT_MODES, load
 from inference.command import Parser
+from inference.compiled import compiled_forms
 from inference.config import PREFILL_MODES
 from inference.encoding import parse_completion
 from inference.model import Model
@@ -150,6 +152,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--spec", action=argparse.BooleanOptionalAction, default=None,
                         help="draft and verify (default: if the checkpoint has draft stages)")
     parser.add_argument("--confidence-threshold", type=float, default=0.0, help="do not send drafts that are less sure; 0: all")
+    parser.add_argument("--compile", action="store_true",
+                        help="torch.compile the small operations; first call takes a minute")
     options = parser.parse_args(arguments)
     options.effort = int(options.effort) if re.fullmatch("-?[0-9]{1,9}", options.effort) else options.effort
     if options.max_new_tokens < 1:
@@ -200,6 +204,13 @@ def run(arguments: list[str] | None = None, ranks: parallel.Ranks | None = None)
     if len(longest.ids) > limit:
         raise ValueError(f"Generating: prompt {prompts.index(longest) + 1} has {len(longest.ids)} tokens, "
                          f"max_position_embeddings is {limit}. Shorten it.")
+    with compiled_forms(device) if options.compile else contextlib.nullcontext():
+        _complete(model, tokenizer, prompts, options)
+    return 0
+
+
+def _complete(model: Model, tokenizer: Tokenizer, prompts: Sequence[Prompt], options: argparse.Namespace) -> None:
+    """Run and print all prompts, `--batch-size` at a time."""
     for first in range(0, len(prompts), options.batch_size):
         batch = prompts[first:first + options.batch_size]
         if len(batch) == 1 and not options.json:
@@ -215,7 +226,6 @@ def run(arguments: list[str] | None = None, ranks: parallel.Ranks | None = None)
             print(stats.line())
             if number == first + len(batch):
                 print(f"[{totals.line()}]")
-    return 0
 
 
 def _print_prompt(tokenizer: Tokenizer, prompt: Prompt, number: int, count: int) -> None:

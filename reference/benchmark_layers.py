@@ -17,6 +17,8 @@ How
     what must be read at least: the layer's weights as they are stored, of the experts only the chosen ones; windows;
     index keys of all rows that may be scored; selected rows. Operations: products of weights, attention, index scores.
     torch form: the same with KERNEL=torch.
+    --compile: every row a second time with the small operations compiled (inference/compiled.py), and how many times faster
+    than the row above. Compiling is not part of the time.
     --profile: calls of cudaStreamSynchronize and copies between host and device while the layer runs, by the profiler.
 Tests
     tests/test_benchmark.py
@@ -38,6 +40,7 @@ from torch import Tensor, nn
 
 import inference.config
 from inference.cache import Cache, Ring, RowStore
+from inference.compiled import compiled_forms
 from inference.config import Config, LayerPlan, TextConfig, layer_plan
 from inference.context import DEFAULT_MEMORY_BUDGET, GPU_MEMORY_BUDGET, Context, Shared
 from inference.hyper_connections import first_pre
@@ -73,6 +76,9 @@ def layer(arguments: argparse.Namespace) -> None:
             bench.row(f"{kind}, {f'batch {batch}' if tokens == 1 else f'chunk of {tokens}'}", call, with_torch=True)
             if arguments.profile:
                 print(f"    {host_stops(call)}", flush=True)
+                if bench.compile:
+                    with compiled_forms(bench.machine.device):
+                        print(f"    compiled {host_stops(call)}", flush=True)
 
 
 def decode(arguments: argparse.Namespace) -> None:
@@ -116,6 +122,7 @@ class Bench:
     config: TextConfig
     weights: str
     generator: torch.Generator
+    compile: bool = False  # every row also with compiled small operations
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Bench:
@@ -128,7 +135,8 @@ class Bench:
         machine = Machine.measure(device, arguments.smoke)
         print(f"{versions(device)}\n{machine.line()}\n")
         config = SMALL if arguments.smoke else Config.from_file(RELEASED).text_config
-        return cls(machine, config, arguments.weights, torch.Generator(device).manual_seed(arguments.seed))
+        return cls(machine, config, arguments.weights, torch.Generator(device).manual_seed(arguments.seed),
+                   getattr(arguments, "compile", False))
 
     def kinds(self) -> dict[str, LayerPlan]:
         """The last backbone layer of every kind without Engram, and the last Full one of every other ratio."""
@@ -152,11 +160,8 @@ class Bench:
               + (f"{growth:>14}" if growth else f"{'torch form':>16}"))
 
     def row(self, name: str, call: Call, first: float | None = None, per: int = 1, with_torch: bool = False) -> float:
-        """Print one row. Returns the time (per `per`), for the ratios of later rows to the first."""
-        micro = call.time()
-        host = median_time(call.run, 3, self.machine.device)
-        floor = self.machine.floor(call.operations(), call.bytes())
-        line = f"{name:<34}{micro:>9.0f} us{floor:>9.0f} us{micro / floor:>9.1f}x{host:>9.0f} us"
+        """Print one row, and one for compiled operations. Returns the time (per `per`), for the ratios of later rows to the first."""
+        micro, line = self._measured(name, call)
         if with_torch and tilelang_installed() and self.machine.device.type == "cuda":
             with torch_form():
                 plain = call.time()
@@ -164,7 +169,19 @@ class Bench:
         elif not with_torch:
             line += f"{micro / per / (first or micro / per):>13.2f}x"
         print(line, flush=True)
+        if self.compile:
+            with compiled_forms(self.machine.device):
+                call.run()
+                fast, line = self._measured("    compiled", call)
+            print(f"{line}    {micro / fast:.2f} times as fast", flush=True)
         return first or micro / per
+
+    def _measured(self, name: str, call: Call) -> tuple[float, str]:
+        """Microseconds, and a row without its last column."""
+        micro = call.time()
+        host = median_time(call.run, 3, self.machine.device)
+        floor = self.machine.floor(call.operations(), call.bytes())
+        return micro, f"{name:<34}{micro:>9.0f} us{floor:>9.0f} us{micro / floor:>9.1f}x{host:>9.0f} us"
 
 
 @contextlib.contextmanager

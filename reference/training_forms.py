@@ -17,7 +17,6 @@ Test
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from unittest import mock
@@ -33,8 +32,8 @@ import inference.dspark
 import inference.layers
 import inference.model
 import inference.quant
+from inference.compiled import per_token
 from inference.context import Context
-from inference.hyper_connections import Mixes
 from inference.image_processor import TEXT, span_embeddings
 from inference.model import Model
 from inference.moe import MoE
@@ -164,28 +163,6 @@ def _image_mask(input_ids, counts, token_types, images, image_rows) -> Tensor | 
     return None if token_types is None else token_types != TEXT
 
 
-def _compiled(form: Callable) -> Callable:
-    """torch.compile of a form that treats every token alone, on flattened tokens: batches of any shape share it."""
-    fast = torch.compile(form, dynamic=False)
-
-    def chosen(*arguments):
-        first = next(x for x in arguments if isinstance(x, Tensor))
-        if first.dim() < 3:
-            return form(*arguments)
-        batch = first.shape[:2]
-        return _mapped(fast(*(_mapped(x, lambda t: t.flatten(0, 1) if t.shape[:2] == batch and t.dim() >= 3 else t)
-                              for x in arguments)), lambda t: t.unflatten(0, batch))
-
-    return chosen
-
-
-def _mapped(x: object, change: Callable[[Tensor], Tensor]) -> object:
-    """change(x) for a tensor, for every field of `Mixes`; anything else as it is."""
-    if isinstance(x, Mixes):
-        return Mixes(*(change(getattr(x, field.name)) for field in dataclasses.fields(x)))
-    return change(x) if isinstance(x, Tensor) else x
-
-
 @contextlib.contextmanager
 def training_forms(model: Model, compiled: bool = False) -> Iterator[None]:
     """Within the context `model` runs in the forms above."""
@@ -201,11 +178,12 @@ def training_forms(model: Model, compiled: bool = False) -> Iterator[None]:
         replace(inference.layers, "weight_rows", table_rows)
         replace(inference.dspark, "weight_rows", table_rows)
         if compiled:
+            one_per_shape = functools.partial(torch.compile, dynamic=False)
             for owner, name in ((inference.model, "compute_mixes"), (inference.model, "collapse"),
                                 (inference.model, "expand"), (inference.layers.RMSNorm, "forward"),
                                 (inference.quant, "_round_fp8"), (inference.quant, "_round_fp4_e8m0"),
                                 (inference.quant, "_round_fp4_e4m3")):
-                replace(owner, name, _compiled(getattr(owner, name)))
+                replace(owner, name, per_token(getattr(owner, name), one_per_shape, dynamic=False))
             replace(inference.dspark, "collapse", inference.model.collapse)
             replace(torch._dynamo.config, "recompile_limit", 64)  # one form for every width
         yield

@@ -225,17 +225,12 @@ def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry
     if relative_l2(full.main_hidden[:, last:last + 1], points["mtp.main_hidden"]) > other:
         raise NotComparable("no position of input_ids has the recorded mtp.main_hidden, so they are other tokens")
 
-    def prompt(arbiter: Arbiter):
-        cache = model.new_cache(len(input_ids))
-        with arbiter.active():
-            model(input_ids[:, :last], cache, observe=arbiter.observe)
-            out = model(input_ids[:, last:last + 1], cache, observe=arbiter.observe)
-        return cache, out
-
-    cache, out = prompt(Arbiter())
-
     def graft(recorded: dict[str, Tensor]) -> Points:
-        return draft_points(model, Recorded(recorded), anchor, cache, out.main_hidden)
+        # The context rows before the last are in no trace. They are made anew each time, so that a flip in them is found.
+        cache = model.new_cache(len(input_ids))
+        model(input_ids[:, :last], cache)
+        out = model(input_ids[:, last:last + 1], cache)
+        yield from draft_points(model, Recorded(recorded), anchor, cache, out.main_hidden)
 
     def run(arbiter: Arbiter) -> Points:
         seen: dict[str, Tensor] = {}

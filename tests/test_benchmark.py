@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -39,6 +40,29 @@ def test_every_subcommand_runs_on_small_shapes(capsys) -> None:
     for arguments in (["kernel"], ["layer", "--weights", "resident", "--profile"]):
         assert benchmark.main([*arguments, "--smoke"]) == 0
         assert "ceilings: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command, rows", [("layer", 10), ("decode", 10), ("prefill", 10)])
+def test_rows_of_both_forms(command, rows, capsys, monkeypatch) -> None:
+    """With --compile a second row per row, timed while the compiled forms are in place; here they are marks only."""
+    active, seen, timed = [], [], Call.time
+
+    @contextlib.contextmanager
+    def marked(device: torch.device):
+        active.append(device)
+        yield
+        active.pop()
+
+    monkeypatch.setattr(benchmark_layers, "compiled_forms", marked)
+    monkeypatch.setattr(Call, "time", lambda call: seen.append(bool(active)) or timed(call))
+    assert benchmark.main([command, "--smoke", "--compile"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert seen == [False, True] * rows
+    for first, second in zip(*([line for line in lines if condition(line)] for condition in (
+            lambda line: line.startswith(KINDS), lambda line: line.startswith("    compiled ")))):
+        micro, fast, ratio = (float(re.search(pattern, line)[1]) for pattern, line in (
+            (r" ([\d.]+) us", first), (r" ([\d.]+) us", second), (r"([\d.]+) times as fast", second)))
+        assert ratio == pytest.approx(micro / fast, rel=0.02)
 
 
 @pytest.mark.parametrize("command", ["layer", "decode", "prefill"])

@@ -3,7 +3,7 @@
     python -m reference.toyworld.eval [--ckpt DIR] [--only SECTION ...] [--episodes N] [--tokens 1024] [--prompts N]
                                       [--new-tokens N] [--questions N] [--markdown]
 
-prints these sections, all on episodes of the test split; about five minutes on one core:
+prints these sections, all on episodes of the test split; five to six minutes on one core:
 
 ablations    one row per variant of the same weights: the model as it is, the model with one mechanism disturbed
              (`VARIANTS`), and a 4-gram model of the corpus
