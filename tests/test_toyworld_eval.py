@@ -1,4 +1,4 @@
-"""The tables of what the toy model can do (reference/toyworld/eval.py and eval_drafts.py), on the bundled checkpoint."""
+"""The tables of what the toy model can do (reference/toyworld/eval.py, eval_drafts.py), on the bundled checkpoint."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_drafts_save_calls_and_the_table_adds_up(drafted) -> None:
         rounds = [one for stats in run.stats for one in stats.rounds]
         after_first = 4 * (NEW_TOKENS - 1)  # the first token of each comes with its prompt
         assert entry["tokens"] == str(after_first) and int(entry["calls"]) + int(entry["saved"]) == after_first
-        assert float(entry["tau"]) == pytest.approx(after_first / len(rounds), abs=0.006)  # accepted drafts and the bonus
+        assert float(entry["tau"]) == pytest.approx(after_first / len(rounds), abs=0.006)  # with the bonus
         texts = [one for stats in run.stats[::2] for one in stats.rounds]
         assert float(entry["tau text"]) == pytest.approx(2 * (NEW_TOKENS - 1) / len(texts), abs=0.006)
         if "on" in line[0]:
@@ -216,12 +216,14 @@ def test_calibration_is_judged_on_the_other_half(monkeypatch) -> None:
 def test_halves_are_of_prompts_and_hold_both_kinds() -> None:
     stats = [Stats((Round(number, 5, 0),) * 2, 1, 3, "full", 0, 0) for number in range(8)]
     fitted_on, judged_on = eval_drafts.halves(eval_drafts.Run([], stats, 0.0))
-    assert [entry.row for entry in fitted_on[::2]] == [0, 1, 4, 5] and [entry.row for entry in judged_on[::2]] == [2, 3, 6, 7]
+    assert [entry.row for entry in fitted_on[::2]] == [0, 1, 4, 5]
+    assert [entry.row for entry in judged_on[::2]] == [2, 3, 6, 7]
 
 
 def test_prefill_modes(exact) -> None:
     found = episode(1, 320, "test", TOKENIZER, kind="text")
-    asked = [(found, question) for question in found.questions if question.start > 180 and question.end > question.start + 1]
+    asked = [(found, question) for question in found.questions
+             if question.start > 180 and question.end > question.start + 1]  # answers of several tokens
     prefills = eval_drafts.measure_prefills(exact, asked)
     rows = [question.start for _, question in asked]
     # By hand: five encoder layers run everything, then the window of 32; a halo adds 31 for each layer that follows.
@@ -255,7 +257,8 @@ def test_sections_are_printed(capsys, monkeypatch, exact, drafted) -> None:
 
     monkeypatch.setattr(inference, "load", lambda *arguments, **options: exact)
     monkeypatch.setattr(eval_drafts, "decode_prompts", decode)
-    small = ["--episodes", "1", "--tokens", "128", "--prompts", "4", "--new-tokens", str(NEW_TOKENS), "--questions", "2"]
+    small = ["--episodes", "1", "--tokens", "128", "--prompts", "4", "--questions", "2",
+             "--new-tokens", str(NEW_TOKENS)]
     assert evaluate.main(["--only", "distance", "drafts", "prefill", *small]) == 0
     blocks = capsys.readouterr().out.split("\n\n")
     titles = ("Retrieval by distance", "Drafts, 4 prompts", "Calibration", "Prefill modes")

@@ -348,7 +348,7 @@ def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> I
         yield (f"Drafts, {given.prompts} prompts; the greedy texts with and without are equal",
                eval_drafts.draft_lines(runs, text.dspark_block_size))
         fitted_on, judged_on = eval_drafts.halves(runs[SAMPLED, True])
-        yield ("Calibration of the confidence that all of the drafts are accepted, fitted on the other half of the prompts",
+        yield ("Calibration of the confidence that all drafts are accepted, fitted on the other half of the prompts",
                eval_drafts.calibration_lines(fitted_on, judged_on))
     if "prefill" in wanted:
         episodes = [found for found in evaluation_episodes(tokenizer, given.episodes, others, given.tokens)
@@ -356,8 +356,8 @@ def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> I
         asked = eval_drafts.spread([(found, question) for found in episodes for question in found.questions
                                     if column_of(question, text.sliding_window)], given.questions)
         if not asked:
-            raise ValueError(f"Evaluating the toy model: episodes of {given.tokens} tokens ask nothing. Raise --tokens or "
-                             "--episodes.")
+            raise ValueError(f"Evaluating the toy model: episodes of {given.tokens} tokens ask nothing. Raise --tokens "
+                             "or --episodes.")
         beyond = [column_of(question, text.sliding_window) == COLUMNS[1] for _, question in asked]
         yield ("Prefill modes; the error is that of the last logits, relative to those of the full prefill",
                eval_drafts.prefill_lines(eval_drafts.measure_prefills(model, asked), beyond))

@@ -3,20 +3,20 @@
     python -m reference.toyworld.eval --only drafts prefill
 
 drafts       the same prompts with drafts off and on, greedy and sampled at temperature 1 (`decode_prompts`)
-    accepted length   tau, tokens per call of the backbone: accepted drafts and the bonus, the one token of a call that is the
-                      model's own (DSpark paper; decoding.Stats). 1 with drafts off, at most 6 with blocks of 5. The last
-                      call of a text sends fewer drafts, because no more tokens are wanted
-    histogram         calls by the number of drafts they accepted, none first
-    saved             calls that one token per call would have taken beyond these
-    time              of everything after the first token, a batch of one prompt, against drafts off with the same sampling
+    tau          accepted length, tokens per call of the backbone: accepted drafts and the bonus, the one token of a
+                 call that is the model's own (DSpark paper; decoding.Stats). 1 with drafts off, at most 6 with blocks
+                 of 5. The last call of a text sends fewer drafts, because no more tokens are wanted
+    histogram    calls by the number of drafts they accepted, none first
+    saved        calls that one token per call would have taken beyond these
+    time         of everything after the first token, a batch of one prompt, against drafts off with the same sampling
 calibration  of the confidence head on the sampled texts, whose acceptance it was trained to predict: error (ECE) of the
              estimate that drafts 1 .. k are all accepted, before and after sequential temperature scaling
              (reference/calibration.py). The temperatures are fitted on one half of the prompts, both errors are of the
              other half. "by chance" is what a perfect head would show there: bins of few calls are never quite even
 prefill      questions asked after a prefill of everything before the answer, in every mode of config.prefill_rows:
-             "halo" is exact up to rounding, "replay" is not, and nothing in this model's training has prepared it for that
-Everything runs in float32, where the greedy text with drafts must be the greedy text without: another one is an error. In
-native numerics calls of one and of six rows round differently, and near-ties may fall the other way.
+             "halo" is exact up to rounding, "replay" is not
+Everything runs in float32, where the greedy text with drafts must be the greedy text without: another one is an error.
+In native numerics calls of one and of six rows round differently, and near-ties may fall the other way.
 Left out: pictures (a prefill treats them as other rows) and batches (reference/speculation.py decodes in batches).
 Test: tests/test_toyworld_eval.py
 """
@@ -174,8 +174,8 @@ def calibration_lines(fitted_on: Sequence[Round], judged_on: Sequence[Round]) ->
     temperatures = calibration.fit_temperatures(fitted_on)
     before = calibration.errors(judged_on)
     if len(before) != len(temperatures):
-        raise ValueError(f"Calibrating the toy model: one half of the prompts sent up to {len(temperatures)} drafts per call, "
-                         f"the other up to {len(before)}. Decode more tokens.")
+        raise ValueError(f"Calibrating the toy model: one half of the prompts sent up to {len(temperatures)} drafts "
+                         f"per call, the other up to {len(before)}. Decode more tokens.")
     after, chance = calibration.errors(judged_on, temperatures), chance_errors(judged_on, temperatures)
     lines = [["drafts", "calls", "all accepted", "temperature", "ECE before", "ECE after", "by chance"]]
     for k, row in enumerate(zip(before, after, chance), 1):
@@ -230,16 +230,18 @@ def measure_prefills(model: Model, asked: Sequence[tuple[Episode, Question]]) ->
 def prefill_lines(prefills: Mapping[str, Prefills], beyond: Sequence[bool]) -> Lines:
     """The table of `measure_prefills`; beyond: which questions ask for what the sliding window does not reach."""
     full = prefills["full"]
-    lines = [["prefill", "layer-rows", "of full", "time", "answered", "beyond window", "same token", "error, mean", "largest"]]
+    lines = [["prefill", "layer-rows", "of full", "time", "answered", "beyond window", "same token",
+              "error, mean", "largest"]]
     for mode, own in prefills.items():
         errors = [float((mine - right).norm() / right.norm()) for mine, right in zip(own.logits, full.logits)]
-        same = [bool(mine.argmax() == right.argmax()) for mine, right in zip(own.logits, full.logits)]
+        same = [mine.argmax().item() == right.argmax().item() for mine, right in zip(own.logits, full.logits)]
         far = [answered for answered, is_far in zip(own.answered, beyond, strict=True) if is_far]
         lines.append([mode + (" (approximate)" if mode == "replay" else ""), str(own.layer_rows),
                       f"{own.layer_rows / full.layer_rows:.0%}", f"{own.seconds / full.seconds:.2f}",
                       _share(own.answered), _share(far), _share(same), f"{sum(errors) / len(errors):.0e}",
                       f"{max(errors):.0e}"])
-    lines.append(["questions", *["-"] * 3, str(len(full.answered)), str(sum(beyond)), str(len(full.answered)), "-", "-"])
+    count = str(len(full.answered))
+    lines.append(["questions", *["-"] * 3, count, str(sum(beyond)), count, "-", "-"])
     return lines
 
 
