@@ -160,7 +160,7 @@ class Bench:
               + (f"{growth:>14}" if growth else f"{'torch form':>16}"))
 
     def row(self, name: str, call: Call, first: float | None = None, per: int = 1, with_torch: bool = False) -> float:
-        """Print one row, and one for compiled operations. Returns the time (per `per`), for the ratios of later rows to the first."""
+        """Print one row, or one per form. Returns the plain time (per `per`), for the ratios of later rows to the first."""
         micro, line = self._measured(name, call)
         if with_torch and tilelang_installed() and self.machine.device.type == "cuda":
             with torch_form():

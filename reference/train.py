@@ -585,8 +585,8 @@ def plot(log: Path, picture: Path) -> None:
     axes[1].set(title="Test questions answered", xlabel="million tokens", ylim=(0, 1.02))
     if checked:
         axes[1].legend(fontsize=8)
-    axes[2].plot([r["step"] for r in draft], [r["accepted"] for r in draft])
-    axes[2].set(title="Drafts that agree with the backbone, of 5", xlabel="step of the draft stage", ylim=(0, 5))
+    axes[2].plot([r["tokens"] / 1e6 for r in draft], [r["accepted"] for r in draft])
+    axes[2].set(title="Drafts that agree with the backbone, of 5", xlabel="million tokens", ylim=(0, 5))
     figure.savefig(picture, dpi=80)
 
 

@@ -6,4 +6,7 @@
     chats.py            conversations in the official prompt format, with thinking, tool calls and pictures
     corpus.py           episodes: what training and evaluation read
     build_tokenizer.py  the vocabulary in checkpoint/
+    configuration.py    the model: every mechanism of the release, small
+    eval.py             what the trained model can do, and which mechanism it owes that to
+    eval_drafts.py      its drafts, their calibration, and the prefill modes on it
 """
