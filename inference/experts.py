@@ -14,7 +14,8 @@ Where the weights are
     experts, one matrix per pair; with more, all experts, or those that any token chose, a few at a time, if all do not
     fit into the memory budget.
 Host synchronization
-    None, except for one read of the run lengths in the last case (a prompt on packed weights of the released size).
+    None, except for one read of the run lengths and one copy back in the last case (a prompt on packed weights of the
+    released size).
 Mirrors
     official: the loop over experts of class `MoE`; the grouped product is ours.
 Tests
@@ -157,12 +158,12 @@ def _runs(experts: Tensor, stacks: tuple[Stack, Stack, Stack], budget: int,
     if at_once >= first.count:
         yield slice(0, pairs), decoder(everyone), ends
         return
-    last = ends.tolist()  # the one synchronization
+    last = ends.tolist()  # the host stops here, and at the copy below
     chosen = [expert for expert, (begin, end) in enumerate(zip([0, *last], last)) if end > begin]
+    chosen_ids = torch.tensor(chosen, device=experts.device)
     for number in range(0, len(chosen), at_once):
-        some = chosen[number:number + at_once]
+        some, index = chosen[number:number + at_once], chosen_ids[number:number + at_once]
         begin = last[some[0] - 1] if some[0] else 0
-        index = torch.tensor(some, device=experts.device)
         yield slice(begin, last[some[-1]]), decoder(index), ends[index] - begin
 
 

@@ -88,9 +88,10 @@ def _sparse_attn_rows(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scal
         values = probabilities.to(q.dtype).to(torch.float32)  # official: rounded to BF16 for the value product
         out = out * rescale + torch.einsum("bsht,bstk->bshk", values, gathered)
         maximum = new_maximum
-    denominator = denominator + torch.exp(sink.to(torch.float32).view(1, 1, heads, 1) - maximum)
-    # Only a row without any valid index and a sink of -inf gets here with 0; official code gives NaN, ours zeros.
-    return (out / denominator.masked_fill(denominator == 0, 1.0)).to(q.dtype)
+    # A row without any valid index is zeros whatever its sink is. Left alone, its exponential overflows and its gradient is NaN
+    # (and with a sink of -inf official code gives NaN).
+    over = (sink.to(torch.float32).view(1, 1, heads, 1) - maximum).masked_fill(maximum == START_MAX, 0.0)
+    return (out / (denominator + torch.exp(over))).to(q.dtype)
 
 
 # --- which form -------------------------------------------------------------------------------------------------

@@ -159,3 +159,23 @@ def test_bf16_follows_the_official_order() -> None:
     assert share_that_differs(round_probabilities=False) > 0.05
     assert share_that_differs(running=False) > 0.05
     assert share_that_differs(block=128) > 0.05
+
+
+@torch.enable_grad()
+def test_gradients_with_an_empty_row() -> None:
+    """Against one softmax over rows and sink in float64; the empty row sends nothing back, not NaN."""
+    q, kv, sink, index, scale = inputs()
+    index[0, 1] = -1
+    index[1, 2, 5:] = -1
+    weight = torch.randn(q.shape)
+    given = [x.requires_grad_() for x in (q, kv, sink)]
+    got = torch.autograd.grad((sparse_attn(*given, index, scale) * weight).sum(), given)
+
+    wide = [x.detach().double().requires_grad_() for x in given]
+    present = (index.unsqueeze(-1) == torch.arange(kv.shape[1])).any(-2).unsqueeze(2)  # [B, S, 1, N]
+    logits = (scale * torch.einsum("bshk,bnk->bshn", wide[0], wide[1])).masked_fill(~present, NONE)
+    shares = torch.cat((logits, wide[2].view(1, 1, -1, 1).expand(*q.shape[:3], 1)), dim=-1).softmax(-1)[..., :-1]
+    out = torch.einsum("bshn,bnk->bshk", shares, wide[1])
+    wanted = torch.autograd.grad((out * weight).sum(), wide)
+    for mine, right in zip(got, wanted):
+        assert relative_l2(mine, right) < 1e-5
