@@ -175,12 +175,20 @@ def test_a_changed_text_is_an_error(exact, monkeypatch) -> None:
         eval_drafts.decode_prompts(exact, eval_drafts.draft_prompts(TOKENIZER, 1, 128), NEW_TOKENS)
 
 
-def test_the_changed_place_is_named() -> None:
-    eval_drafts.check_equal([[1, 2], [3]], [[1, 2], [3]])
+def test_the_changed_place_is_named(exact, monkeypatch) -> None:
+    model = exact
+    assert not eval_drafts.parts(model, 0, [0, 17], [1, 2], [1, 2])
     with pytest.raises(AssertionError, match=r"prompt 1 at new token 2: \[5\] without them, \[6\] with"):
-        eval_drafts.check_equal([[1], [3, 4, 5]], [[1], [3, 4, 6]])
+        eval_drafts.parts(model, 1, [0, 17], [3, 4, 5], [3, 4, 6])
     with pytest.raises(AssertionError, match=r"prompt 0 at new token 1: \[\] without them, \[2\] with"):
-        eval_drafts.check_equal([[1]], [[1, 2]])
+        eval_drafts.parts(model, 0, [0, 17], [1], [1, 2])
+    logits = model(torch.tensor([[0, 17, 3, 4]]), model.new_cache(1)).logits[0, -1]
+    gap = float((logits[5] - logits[6]).abs())
+    monkeypatch.setattr(eval_drafts, "NEAR_TIE", 1.01 * gap)
+    assert eval_drafts.parts(model, 1, [0, 17], [3, 4, 5], [3, 4, 6])
+    monkeypatch.setattr(eval_drafts, "NEAR_TIE", 0.99 * gap)
+    with pytest.raises(AssertionError):
+        eval_drafts.parts(model, 1, [0, 17], [3, 4, 5], [3, 4, 6])
 
 
 def simulated(temperature: float, seed: int, count: int = 1500) -> list[Round]:

@@ -53,7 +53,7 @@ from inference.model import Layer, Model
 from inference.tokenizer import Tokenizer
 from reference.toyworld import eval_drafts
 from reference.toyworld.corpus import CHECKPOINT, SHORTEST, Episode, Question, episode
-from reference.toyworld.eval_drafts import KINDS, SAMPLED, Lines
+from reference.toyworld.eval_drafts import GREEDY, KINDS, SAMPLED, Lines
 
 SECTIONS = ("ablations", "distance", "drafts", "prefill")
 COLUMNS = ("retrieval in window", "retrieval beyond", "memory", "copy", "chat", "picture")
@@ -345,7 +345,7 @@ def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> I
     if "drafts" in wanted:
         prompts = eval_drafts.draft_prompts(tokenizer, given.prompts, given.tokens)
         runs = eval_drafts.decode_prompts(model, prompts, given.new_tokens)
-        yield (f"Drafts, {given.prompts} prompts; the greedy texts with and without are equal",
+        yield (f"Drafts, {given.prompts} prompts; {eval_drafts.equality(runs[GREEDY, True])}",
                eval_drafts.draft_lines(runs, text.dspark_block_size))
         fitted_on, judged_on = eval_drafts.halves(runs[SAMPLED, True])
         yield ("Calibration of the confidence that all drafts are accepted, fitted on the other half of the prompts",

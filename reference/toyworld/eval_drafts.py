@@ -15,7 +15,8 @@ calibration  of the confidence head on the sampled texts, whose acceptance it wa
              other half. "by chance" is what a perfect head would show there: bins of few calls are never quite even
 prefill      questions asked after a prefill of everything before the answer, in every mode of config.prefill_rows:
              "halo" is exact up to rounding, "replay" is not
-Everything runs in float32, where the greedy text with drafts must be the greedy text without: another one is an error.
+Everything runs in float32, where the greedy text with drafts must be the greedy text without: another one is an error, unless
+it parts where two tokens have the same logit up to NEAR_TIE; such texts are counted.
 In native numerics calls of one and of six rows round differently, and near-ties may fall the other way.
 Left out: pictures (a prefill treats them as other rows) and batches (reference/speculation.py decodes in batches).
 Test: tests/test_toyworld_eval.py
@@ -48,6 +49,9 @@ GREEDY, SAMPLED = "greedy", "sampled"
 TEMPERATURES = {GREEDY: 0.0, SAMPLED: 1.0}
 CHANCE_DRAWS = 50  # ours: draws of outcomes for the error by chance; its mean is then good to a few percent
 CHANCE_SEED = 0  # ours
+# ours, in logits: calls of other lengths round a cached row to another FP8 code once in thousands of rows, which moved logits of
+# the toy model by 4e-4 (float32, measured). Below this, two tokens are as good as equal.
+NEAR_TIE = 1e-3
 Lines = list[list[str]]  # a table: the header, then one list per row; the first column holds names
 
 
@@ -76,6 +80,7 @@ class Run:
     tokens: list[list[int]]  # new ids, per prompt
     stats: list[Stats]  # per prompt
     seconds: float  # after the first token of each
+    parted: int = 0  # prompts whose text drafts have changed at a near-tie
 
     def pooled(self, kind: str | None = None) -> Stats:
         """Stats of all prompts, or of those of one kind."""
@@ -89,10 +94,11 @@ def decode_prompts(model: Model, prompts: Sequence[Sequence[int]], new_tokens: i
     """(sampling, drafts on) -> Run, one prompt at a time; one prefill serves its four decodings.
 
     The text goes on after end markers, so that all have `new_tokens`. Prompt number n samples with seed n. Raises
-    AssertionError where the greedy texts differ.
+    AssertionError where the greedy texts differ by more than a near-tie.
     """
     # A prompt's four decodings follow each other: whatever slows the machine down meanwhile slows down all of them.
     found = {(name, speculate): ([], [], []) for name in TEMPERATURES for speculate in (False, True)}
+    parted = 0
     for number, ids in enumerate(tqdm(prompts, desc="drafts", unit="prompt", file=sys.stderr)):
         cache = model.new_cache(1)
         if len(ids) > 1:
@@ -110,19 +116,35 @@ def decode_prompts(model: Model, prompts: Sequence[Sequence[int]], new_tokens: i
             seconds.append(time.perf_counter() - start)
             tokens.append(run.tokens[0])
             stats.append(run.stats)
-    runs = {key: Run(tokens, stats, sum(seconds)) for key, (tokens, stats, seconds) in found.items()}
-    check_equal(runs[GREEDY, False].tokens, runs[GREEDY, True].tokens)
-    return runs
+        parted += parts(model, number, ids, *(found[GREEDY, speculate][0][-1] for speculate in (False, True)))
+    return {key: Run(tokens, stats, sum(seconds), parted) for key, (tokens, stats, seconds) in found.items()}
 
 
-def check_equal(plain: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]) -> None:
-    """Raises AssertionError, naming the first place, if drafts have changed a greedy text."""
-    for number, (wanted, found) in enumerate(zip(plain, drafted, strict=True)):
-        if wanted != found:
-            place = next((i for i, pair in enumerate(zip(wanted, found)) if pair[0] != pair[1]),
-                         min(len(wanted), len(found)))
-            raise AssertionError(f"Drafts have changed the greedy text of prompt {number} at new token {place}: "
-                                 f"{wanted[place:place + 1]} without them, {found[place:place + 1]} with them.")
+def parts(model: Model, number: int, ids: Sequence[int], plain: Sequence[int], drafted: Sequence[int]) -> bool:
+    """Whether drafts have changed the greedy text of prompt `number`, at a near-tie.
+
+    Raises AssertionError, naming the place, if the logits of the two tokens there are further apart than NEAR_TIE.
+    """
+    if plain == drafted:
+        return False
+    place = next((i for i, pair in enumerate(zip(plain, drafted)) if pair[0] != pair[1]), min(len(plain), len(drafted)))
+    pair = [*plain[place:place + 1], *drafted[place:place + 1]]
+    if len(pair) == 2:
+        before = torch.tensor([[*ids, *plain[:place]]], device=model.norm.weight.device)
+        with torch.no_grad():
+            logits = model(before, model.new_cache(1), commit=False, last_only=True).logits[0, -1]
+        if abs(float(logits[pair[0]] - logits[pair[1]])) <= NEAR_TIE:
+            return True
+    raise AssertionError(f"Drafts have changed the greedy text of prompt {number} at new token {place}: "
+                         f"{plain[place:place + 1]} without them, {drafted[place:place + 1]} with them.")
+
+
+def equality(run: Run) -> str:
+    """What `parts` found, in words."""
+    same = len(run.tokens) - run.parted
+    if not run.parted:
+        return "the greedy texts with and without are equal"
+    return f"the greedy texts with and without are equal in {same}, the others part at a near-tie (logits within {NEAR_TIE})"
 
 
 def draft_lines(runs: Mapping[tuple[str, bool], Run], block: int) -> Lines:
