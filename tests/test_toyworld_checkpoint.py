@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import inference
+from inference.decoding import Settings, generate, resume
 from inference.generate import BUNDLED, main
 from reference.oracles.checkpoint import load_checkpoint
 from reference.oracles.write import write_traces
@@ -56,6 +58,44 @@ def test_steps_equal_one_call() -> None:
     cache = model.new_cache(1)
     parts = torch.cat([model(part, cache).logits for part in ids.split((90, 1, 30, 39), dim=1)], dim=1)
     assert (whole - parts).norm() / whole.norm() < 2e-5
+
+
+def test_every_way_of_decoding_gives_the_same_text(tmp_path) -> None:
+    """A batch, chunks, the exact short prefill, drafts, and a run that is saved and resumed halfway."""
+    model = inference.load(BUNDLED, numerics="float32", fake_quant=False)
+    prompts = [episode(seed, length, "test", load_tokenizer(), kind="text").ids for seed, length in ((1, 128), (2, 200), (3, 300))]
+    plain = Settings(max_new_tokens=16, stop_ids=())
+    wanted = [tokens_of(model, [prompt], plain)[0] for prompt in prompts]
+    assert len({tuple(text) for text in wanted}) == 3
+    assert tokens_of(model, prompts, plain) == wanted
+    for changed in ({"chunk_size": 37}, {"prefill": "halo", "chunk_size": 50}, {"speculate": True}):
+        assert tokens_of(model, prompts, dataclasses.replace(plain, **changed)) == wanted, changed
+    run = generate(model, prompts, dataclasses.replace(plain, speculate=True))
+    for _ in range(7):
+        next(run)
+    assert 0 < sum(map(len, run.tokens)) < 48
+    run.save(tmp_path / "run")
+    resumed = resume(model, tmp_path / "run")
+    for _ in resumed:
+        pass
+    assert resumed.tokens == wanted
+
+
+def tokens_of(model: inference.Model, prompts: list[list[int]], settings: Settings) -> list[list[int]]:
+    run = generate(model, prompts, settings)
+    for _ in run:
+        pass
+    return run.tokens
+
+
+def test_packed_caches_hold_the_same_rows() -> None:
+    model = inference.load(BUNDLED)
+    ids = torch.tensor([episode(4, 200, "test", load_tokenizer(), kind="text").ids])
+    logits = []
+    for kind in ("bf16", "packed"):
+        cache = model.new_cache(1, kind=kind)
+        logits.append(torch.cat([model(part, cache).logits for part in ids.split((180, 1, 19), dim=1)], dim=1))
+    assert torch.equal(*logits)
 
 
 def test_is_small() -> None:
