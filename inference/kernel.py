@@ -55,6 +55,8 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: flo
     assert (q.shape[0] == kv.shape[0] == indices.shape[0] and q.shape[-1] == kv.shape[-1]
             and q.shape[1] == indices.shape[1]), (
         f"q {tuple(q.shape)}, kv {tuple(kv.shape)}, indices {tuple(indices.shape)}")
+    if 0 in (q.numel(), kv.numel(), indices.numel()):
+        return torch.zeros_like(q)  # nothing to look at
     backend = _choose(q, kv, sink, indices, backend or os.environ.get("KERNEL") or "auto")
     if backend == "tilelang" and q.shape[-1] == FAST_WIDTH:
         return sparse_attn_fast(q, kv, sink, indices, scale)
@@ -88,10 +90,13 @@ def _sparse_attn_rows(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scal
         values = probabilities.to(q.dtype).to(torch.float32)  # official: rounded to BF16 for the value product
         out = out * rescale + torch.einsum("bsht,bstk->bshk", values, gathered)
         maximum = new_maximum
-    # A row without any valid index is zeros whatever its sink is. Left alone, its exponential overflows and its gradient is NaN
-    # (and with a sink of -inf official code gives NaN).
-    over = (sink.to(torch.float32).view(1, 1, heads, 1) - maximum).masked_fill(maximum == START_MAX, 0.0)
-    return (out / (denominator + torch.exp(over))).to(q.dtype)
+    # The sink joins the maximum, or the exponential of one far above all logits would overflow and give NaN gradients.
+    sink = sink.to(torch.float32).clamp_max(torch.finfo(torch.float32).max).view(1, 1, heads, 1)
+    top = torch.maximum(maximum, sink)
+    rescale = torch.exp(maximum - top)
+    denominator = denominator * rescale + torch.exp(sink - top)
+    # Only a row without any valid index and a sink of -inf gets here with 0; official code gives NaN, ours zeros.
+    return (out * rescale / denominator.masked_fill(denominator == 0, 1.0)).to(q.dtype)
 
 
 # --- which form -------------------------------------------------------------------------------------------------

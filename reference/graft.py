@@ -2,13 +2,16 @@
 
 A value that the trace has is used as input; one it lacks is computed from the recorded ones before it. So an error shows at the
 point that makes it and nowhere else, and a rounding flip upstream cannot reach a point that is fed the recorded value.
-Each function yields (point name, computed tensor) in execution order.
+`prefill_points` and `draft_points` yield (point name, computed tensor) in execution order. Decode steps record too little for
+that: `steps_as_prompt` makes one prompt of all that a run of steps observed, `drafts_again` repeats drafts from their
+conditioning.
 Tests: tests/test_verify.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -118,7 +121,8 @@ def draft_points(model: Model, trace: Recorded, anchor: Tensor, cache: Cache, ma
 
     noise = torch.full((len(starts), size - 1), text.dspark_noise_token_id, device=anchor.device)
     block = torch.cat((anchor.unsqueeze(1), noise), dim=1)
-    context = Context(model.numerics, starts[:, None] + torch.arange(size, device=anchor.device), cache.lengths, (size,) * len(starts))
+    positions = starts[:, None] + torch.arange(size, device=anchor.device)
+    context = Context(model.numerics, positions, cache.lengths, (size,) * len(starts))
     streams = model.embed(block, model.numerics).unsqueeze(2).expand(-1, -1, text.hc_mult, -1)
     pre = first_pre(streams)
     for stage in model.mtp:
@@ -167,6 +171,58 @@ def draft_cache(model: Model, main_hidden: Tensor) -> Cache:
     rings = {layer: cache.windows[layer].write(row, context.starts, context.counts) for layer, row in rows.items()}
     cache.state = dataclasses.replace(cache.state, windows={**cache.windows, **rings}, lengths=context.counts)
     return cache
+
+
+def drafts_again(model: Model, points: Mapping[str, Tensor], split: int, tokens: int, gap: float) -> dict[str, Tensor]:
+    """All drafts of decode steps, each from the conditioning recorded before it; {} where some of that is missing.
+
+    points: "prefill.mtp.main_hidden" [B, split, targets * D] and "stepN.mtp.main_hidden" [B, 1, targets * D] up to tokens - 1;
+    drafts "stepN.mtp.logits", "confidence" and "draft_ids" [B, 1 + G]. Anchor and choices are the recorded draft_ids, so that
+    one other choice does not change all that follow. Returned as draft_ids are those, where their logits are as good as the
+    best up to `gap` in RMS of the logits, else the best.
+    """
+    calls = ["prefill", *(f"step{step}" for step in range(split, tokens))]
+    if any(f"{call}.mtp.main_hidden" not in points for call in calls):
+        return {}
+    hidden = torch.cat([points[f"{call}.mtp.main_hidden"] for call in calls], dim=1)
+    drafts: dict[str, Tensor] = {}
+    for number, call in enumerate(calls):
+        if not all(f"{call}.mtp.{part}" in points for part in ("logits", "confidence", "draft_ids")):
+            continue
+        ids = points[f"{call}.mtp.draft_ids"].to(torch.int64)
+        chosen, given = [ids[:, 0]], iter(ids[:, 1:].unbind(1))
+
+        def choose(logits: Tensor, chosen=chosen, given=given) -> Tensor:
+            known = next(given)
+            short = logits.amax(-1) - logits.gather(-1, known[:, None])[:, 0]
+            close = short <= gap * logits.square().mean(-1).sqrt()
+            chosen.append(torch.where(close, known, logits.argmax(-1)))
+            return known
+
+        draft = model.draft(ids[:, 0], draft_cache(model, hidden[:, :split + number]), choose=choose)
+        drafts |= {f"{call}.mtp.logits": draft.logits, f"{call}.mtp.confidence": draft.confidence,
+                   f"{call}.mtp.draft_ids": torch.stack(chosen, dim=1)}
+    return drafts
+
+
+def steps_as_prompt(calls: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+    """What calls on consecutive tokens observed, {point: tensor of every call}, as one call on all tokens would have.
+
+    Tensors of all calls are put one after the other along axis 1. Rows over compressed rows (scores, selections) grow from call
+    to call: columns that an earlier call did not have are unseen, -inf or -1. Candidates are left out: in one prompt a block
+    also has the columns that come later. The selections show them.
+    """
+    joined = {}
+    for point, values in calls.items():
+        width, kind = max(value.shape[-1] for value in values), point.rpartition(".")[2]
+        if kind == "candidates":
+            continue
+        if kind in ("scores", "topk"):
+            values = [torch.nn.functional.pad(value, (0, width - value.shape[-1]), value=-1 if kind == "topk" else -math.inf)
+                      for value in values]
+        if all(value.dim() > 1 and value.shape[-1] == width for value in values):
+            joined[point] = torch.cat(values, dim=1)
+    return joined
 
 
 def _sublayer_points(layer: Layer, streams: Tensor, pre: Tensor, context: Context, trace: Recorded, attention):

@@ -7,7 +7,7 @@ safetensors file per trace. What is checked depends on the name:
     text_prefill.*, vision_prefill.*   whole prompt: every point from the recorded values before it (graft.py), then end to end
     draft_step.*                       one token after a prompt, then one draft, likewise
     decode.*                           teacher-forced steps, end to end, a draft after each step
-Bounds (relative L2)
+Bounds (relative L2; all of them and their sources: verdicts.py)
     float32: 2e-5 from recorded inputs and end to end. A larger end-to-end error is accepted only if close rounding decisions
     or ties, taken the other way, bring it below the bound (flips.py); they are listed.
     native, dequantized: every module decides, 1e-2 from recorded inputs. A row of it that is further off, or a choice that
@@ -17,24 +17,23 @@ Bounds (relative L2)
     it leaves the recorded values is information, "end to end departs at POINT, row R"; close ties are looked for.
     A decode trace records no inputs of backbone modules. There the steps must agree with the modules of one whole prompt, every
     draft from recorded conditioning with the recorded one (4e-2 over all drafts), and logits and conditioning end to end
-    within 0.35.
-    What a module of the backbone computes is checked by a prefill trace of the same numerics.
+    within 0.35. What a module of the backbone computes is checked by a prefill trace of the same numerics.
     No single entry may differ by more than ten times the bound, relative to its own size plus the tensor's RMS: a single
     corrupted value would drown in a norm.
+Notes say which decisions were taken the other way, by the point computed last before each and the place: "after
+layers.6.attn.kv [0, 7, 32]" is the rounding that follows that point, row 0, position 7 of the call, scale group from channel
+32 on. "of the prompt", "of the last token": in what comes before a draft, whose rows it reads and the trace does not record.
 Exit codes
-    0 equal, 1 diverged, 2 not comparable (other tokens, shapes or numerics), 3 bad input. The worst of all traces, 3 before 1 before 2.
+    0 equal, 1 diverged, 2 not comparable (other tokens, shapes or numerics), 3 bad input. Of several traces 1 before 2.
+This file reads traces and knows how each kind is computed again; verdicts.py judges.
 Tests: tests/test_verify.py
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,104 +43,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 import inference
-from inference.cache import Cache
 from inference.checkpoint import WEIGHT_MODES
 from inference.command import Parser, run
 from inference.image_processor import ImageInput
 from inference.model import Model
 from inference.numerics import MODES, full_precision
-from reference.flips import Arbiter, Decision, Roundings, explain
-from reference.graft import Recorded, draft_cache, draft_points, prefill_points
-from reference.metrics import compare_selections, relative_l2, worst_entry
+from reference.flips import Arbiter
+from reference.graft import Recorded, draft_points, drafts_again, prefill_points, steps_as_prompt
+from reference.metrics import relative_l2
+from reference.verdicts import (BAD_INPUT, CHOICE_GAP, DIVERGED, EQUAL, NOT_COMPARABLE, OTHER_ROW, OTHER_ROW_FLOAT32, SAME_ROW,
+                                SAME_ROW_FLOAT32, WORDS, NotComparable, Points, Verdict, judge, judge_modules, judge_steps)
 
-EQUAL, DIVERGED, NOT_COMPARABLE, BAD_INPUT = 0, 1, 2, 3
-WORDS = {EQUAL: "equal", DIVERGED: "DIVERGED", NOT_COMPARABLE: "NOT COMPARABLE", BAD_INPUT: "BAD INPUT"}
+__all__ = ["BAD_INPUT", "DIVERGED", "EQUAL", "NOT_COMPARABLE", "Verdict", "main", "verify"]
 
-FLOAT32_BOUND = 2e-5  # golden data: largest error of a right implementation that differs in summation order only
-NATIVE_BOUND = 1e-2  # golden data: BF16 rounding and summation order of one module
-# golden data: sanity only, all rows together; ours: up to 0.31 measured on nano when close roundings fall anyhow
-NATIVE_END_BOUND = 0.35
-# ours: drafts from recorded conditioning, all of a trace together. Measured on nano: 0.006 with other orders of summation, 0.031
-# when close roundings fall anyhow; mistakes of reference/mutants.py in a draft from 0.044 on (comb-transposed).
-DRAFT_BOUND = 4e-2
-ONE_DRAFT = 0.25  # ours: one draft of them; up to 0.12 measured when close roundings fall anyhow
-ONE_ENTRY = 1.0  # ours: one entry of them, relative to its size plus the RMS; up to 0.44 measured in the same way
-# ours: how far the logit of a drafted id may be from the best, in RMS of the logits; up to 0.01 measured from recorded conditioning
-# when close roundings fall anyhow, above 0.25 between two such runs
-CHOICE_GAP = 0.5
-# ours: one row of the draft conditioning; up to 0.69 measured when close roundings fall anyhow, from 1.17 on with another token
-OTHER_ROW = 0.9
-# ours: seeds, and the shares of close roundings that are moved. More rows of a point, or points, than these shares are no
-# close calls and not searched: when all close roundings of nano fall anyhow, 1 of 91 points goes out of bounds, in one row.
-ROUNDINGS = tuple(enumerate((1.0,) * 6 + (0.5,) * 2 + (0.25,) * 2))
-CLOSE_ROWS, CLOSE_POINTS = 0.25, 0.1
-NATIVE_TRIES = 8  # ours: ties that are taken the other way one by one, end to end
-FLIP_BOUND = 2e-3  # golden data: how far one rounding flip may move an end-to-end float32 point
-SEARCH_BOUND = 5e-2  # ours: a flip inside attention was seen to move its first point by 2e-2; a larger error is not searched
-ENTRY_FACTOR = 10  # ours: one entry against the bound of its tensor
 SEARCH_VOCABULARY = 4096  # ours: largest vocabulary that is searched for the token a trace was made with
-
-
-Points = Iterator[tuple[str, Tensor]]  # point name and tensor, in the order of computation
-Graft = Callable[[dict[str, Tensor]], Points]  # every point computed from the given ones before it
-
-
-class NotComparable(Exception):
-    """The trace was not made from these tokens, this configuration or these settings."""
-
-
-@dataclass
-class Verdict:
-    trace: str
-    code: int
-    text: str
-    error: float = 0.0  # largest relative L2
-    point: str = ""  # where
-    departs: str = ""  # BF16: first point and row, end to end, that no close tie explains; information
-    notes: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        if self.text.startswith("skipped"):
-            return f"{self.trace}: {self.text}"
-        where = f", largest error {self.error:.2g} at {self.point}" if self.point else ""
-        return f"{self.trace}: {WORDS[self.code]}{where}. {self.text}".rstrip()
-
-
-@dataclass(frozen=True)
-class Compared:
-    """One point. `error` is relative L2 (0 or infinity for discrete points); `excess` above 1 means out of bounds."""
-
-    name: str
-    error: float
-    excess: float
-    detail: str
-    entry: float = 0.0  # largest difference of one entry, relative to its own size plus the RMS
-
-
-def compare(name: str, actual: Tensor, expected: Tensor, bound: float, scores: Tensor | None = None) -> Compared:
-    """Compare one point. scores: what a selection was made from, to recognize ties."""
-    if actual.shape != expected.shape:
-        raise NotComparable(f"{name} has shape {list(expected.shape)} in the trace, this model gives {list(actual.shape)}")
-    if expected.dtype.is_floating_point != actual.dtype.is_floating_point:
-        raise NotComparable(f"{name} is {expected.dtype} in the trace, this model gives {actual.dtype}")
-    if not expected.dtype.is_floating_point:
-        if name.endswith(".topk"):
-            verdict, detail = compare_selections(actual, expected, scores, 0.0)
-            equal = verdict != "different"
-        else:
-            equal = torch.equal(actual.to(torch.int64), expected.to(torch.int64))
-            detail = "" if equal else worst_entry(actual, expected)
-        return Compared(name, 0.0 if equal else math.inf, 0.0 if equal else math.inf, detail)
-    error = relative_l2(actual, expected)
-    wide, wanted = actual.to(torch.float64), expected.to(torch.float64)
-    finite = torch.isfinite(wanted)
-    entry = 0.0
-    if math.isfinite(error) and finite.any():
-        rms = wanted[finite].square().mean().sqrt()
-        size = (rms + wanted[finite].abs()).clamp_min(torch.finfo(torch.float64).tiny)
-        entry = float(((wide[finite] - wanted[finite]).abs() / size).max())
-    excess = max(error, entry / ENTRY_FACTOR) / bound
-    return Compared(name, error, excess, worst_entry(actual, expected) if excess > 1 else "", entry)
 
 
 def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, device: str = "cpu",
@@ -159,7 +74,7 @@ def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, 
     verdicts = []
     for name in tqdm(names, desc="verifying", unit="trace", disable=None, leave=False):
         entry = manifest[name]
-        checker = next((check for kind, check in CHECKERS.items() if name.split(".")[0] == kind), None)
+        checker = CHECKERS.get(name.split(".")[0])
         if checker is None:
             verdicts.append(Verdict(name, EQUAL, f"skipped: unknown kind, known are {', '.join(CHECKERS)}."))
             continue
@@ -169,96 +84,86 @@ def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, 
         tensors = {point: value.to(device) for point, value in _read_trace(folder, name, entry).items()}
         try:
             with torch.no_grad(), full_precision():
-                _check_inputs(models[mode], tensors)
+                _check_inputs(models[mode], tensors, entry)
                 verdicts.append(checker(name, models[mode], tensors, entry))
         except NotComparable as error:
             verdicts.append(Verdict(name, NOT_COMPARABLE, f"{error}."))
-    if all(verdict.text.startswith("skipped") for verdict in verdicts):
+    if all(verdict.skipped for verdict in verdicts):
         raise ValueError(f"Verifying: nothing in {folder} could be compared. Known kinds of traces: {', '.join(CHECKERS)}.")
     return verdicts
 
 
-# --- the kinds of traces ---------------------------------------------------------------------------------------
+# --- the kinds of traces: each gives the ways to compute it again to verdicts.py ----------------------------------
 
 
 def _check_prefill(name: str, model: Model, tensors: dict[str, Tensor], entry: dict) -> Verdict:
+    """A whole prompt, maybe with images."""
     input_ids, token_types = tensors["input_ids"], tensors.get("token_types")
     images = None if token_types is None else [_images(tensors)]
     points = _points(tensors, entry)
     _check_tokens(model, input_ids, token_types, points)
 
-    def graft(recorded: dict[str, Tensor]) -> Points:
+    def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
         return prefill_points(model, Recorded(recorded), input_ids, token_types, images)
 
-    missed = set(points) - {name for name, _ in graft(points)}
-    if missed:
-        raise NotComparable(f"this model has no point called {sorted(missed)[0]} ({len(missed)} such points)")
-
     def run(arbiter: Arbiter) -> Points:
-        seen: dict[str, Tensor] = {}
-
-        def observe(point: str, value: Tensor) -> None:
-            arbiter.observe(point, value)
-            while point in seen:  # the second image of a prompt is called vision.out#1
-                stem, _, number = point.partition("#")
-                point = f"{stem}#{int(number or 0) + 1}"
-            seen[point] = value
-
+        seen = _Seen(arbiter)
         with arbiter.active():
-            model(input_ids, model.new_cache(len(input_ids)), token_types=token_types, images=images, observe=observe)
-        yield from seen.items()
+            model(input_ids, model.new_cache(len(input_ids)), token_types=token_types, images=images, observe=seen.observe)
+        yield from seen.points.items()
 
-    return _judge(name, model, points, graft, run)
+    return judge(name, points, graft, run) if _is_exact(model) else judge_modules(name, points, graft, run)
 
 
 def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry: dict) -> Verdict:
+    """One draft after a prompt. Of the prompt only the conditioning of its last token is recorded."""
     if not model.mtp:
         raise NotComparable("this checkpoint has no draft stages")
+    for point in ("anchor", "mtp.main_hidden"):
+        if point not in tensors:
+            raise ValueError(f"Verifying {name}: a draft step needs {point}.")
     input_ids, anchor = tensors["input_ids"], tensors["anchor"]
     points = _points(tensors, entry)
-    points.pop("anchor", None)
     # The trace does not say after which token it drafted: it is the one whose draft conditioning was recorded.
     full = model(input_ids, model.new_cache(len(input_ids)))
     distance = (full.main_hidden.to(torch.float64) - points["mtp.main_hidden"]).norm(dim=-1).sum(0)
     last = int(distance.argmin())
-    other = 0.1 if model.numerics.dtype == torch.float32 else OTHER_ROW
+    other = OTHER_ROW_FLOAT32 if _is_exact(model) else OTHER_ROW
     if relative_l2(full.main_hidden[:, last:last + 1], points["mtp.main_hidden"]) > other:
         raise NotComparable("no position of input_ids has the recorded mtp.main_hidden, so they are other tokens")
 
-    def graft(recorded: dict[str, Tensor]) -> Points:
-        # The context rows before the last are in no trace. They are made anew each time, so that a flip in them is found.
+    def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
+        # The draft reads rows of all tokens before the last, and the trace has none of them. They are made anew each
+        # time, so that a flip in them is found.
         cache = model.new_cache(len(input_ids))
-        model(input_ids[:, :last], cache)
-        out = model(input_ids[:, last:last + 1], cache)
+        model(input_ids[:, :last], cache, observe=lambda point, value: arbiter.mark(f"{point} of the prompt"))
+        out = model(input_ids[:, last:last + 1], cache, observe=lambda point, value: arbiter.mark(f"{point} of the last token"))
         yield from draft_points(model, Recorded(recorded), anchor, cache, out.main_hidden)
 
     def run(arbiter: Arbiter) -> Points:
-        seen: dict[str, Tensor] = {}
-
-        def observe(point: str, value: Tensor) -> None:
-            arbiter.observe(point, value)
-            seen[point] = value
-
-        cache = model.new_cache(len(input_ids))
+        step, draft, cache = _Seen(arbiter), _Seen(arbiter), model.new_cache(len(input_ids))
         with arbiter.active():
-            model(input_ids[:, :last], cache, observe=arbiter.observe)
-            model(input_ids[:, last:last + 1], cache, observe=observe)
-            model.draft(anchor, cache, observe=observe)
-        yield from seen.items()
+            model(input_ids[:, :last], cache, observe=lambda point, value: arbiter.mark(f"{point} of the prompt"))
+            model(input_ids[:, last:last + 1], cache, observe=step.observe)
+            model.draft(anchor, cache, observe=draft.observe)
+        yield from (step.points | draft.points).items()
 
-    return _judge(name, model, points, graft, run)
+    return judge(name, points, graft, run) if _is_exact(model) else judge_modules(name, points, graft, run)
 
 
 def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: dict) -> Verdict:
+    """Teacher-forced steps after a prompt of `split` tokens, a draft after each; the trace has results only."""
     input_ids, split = tensors["input_ids"], entry.get("split")
     if not isinstance(split, int) or isinstance(split, bool) or not 1 <= split < input_ids.shape[1]:
         raise ValueError(f"Verifying {name}: the manifest gives split {split!r} for {input_ids.shape[1]} tokens.")
-    points = {point: value for point, value in tensors.items() if point != "input_ids"}
+    points = _points(tensors, entry)
 
-    def run(arbiter: Arbiter, observe: Callable[[str, Tensor], None] = lambda point, value: None) -> Points:
+    def run(arbiter: Arbiter, calls: dict[str, list[Tensor]] | None = None) -> Points:
+        """The recorded results, in order; all that the backbone observed goes into `calls`."""
         def seen(point: str, value: Tensor) -> None:
-            arbiter.observe(point, value)
-            observe(point, value)
+            arbiter.mark(point)
+            if calls is not None:
+                calls.setdefault(point, []).append(value)
 
         cache = model.new_cache(len(input_ids))
         with arbiter.active():
@@ -276,120 +181,21 @@ def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: di
                     for part, value in (("logits", draft.logits), ("confidence", draft.confidence), ("draft_ids", draft.ids)):
                         yield f"{prefix}.mtp.{part}", value
 
-    calls: dict[str, list[Tensor]] = {}
-    own = dict(run(Arbiter(), lambda point, value: calls.setdefault(point, []).append(value)))
-    missed = set(points) - set(own)
-    if missed:
-        raise NotComparable(f"this model has no point called {sorted(missed)[0]} ({len(missed)} such points)")
-    if model.numerics.dtype == torch.float32:
-        verdict = _judge(name, model, points, None, run)
+    def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
+        return prefill_points(model, Recorded(recorded), input_ids, None, None)
+
+    def redraft(given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return drafts_again(model, given, split, input_ids.shape[1], CHOICE_GAP) if model.mtp else {}
+
+    if _is_exact(model):
+        verdict = judge(name, points, None, run)
     else:
-        verdict = _judge_steps(name, model, input_ids, split, points, own, _joined(calls), run)
+        calls: dict[str, list[Tensor]] = {}
+        own = dict(run(Arbiter(), calls))
+        verdict = judge_steps(name, points, own, steps_as_prompt(calls), graft, redraft, run)
     if verdict.code == DIVERGED:
         _search_token(model, input_ids, split, points)
     return verdict
-
-
-def _judge_steps(name: str, model: Model, input_ids: Tensor, split: int, points: dict[str, Tensor],
-                 own: dict[str, Tensor], joined: dict[str, Tensor], run: Callable[[Arbiter], Points]) -> Verdict:
-    """Verdict on decode steps in BF16. own: the run's points; joined: all it observed, by position over the whole prompt."""
-    def prompt() -> Points:
-        return prefill_points(model, Recorded(joined), input_ids, None, None)
-
-    compared, wrong, notes = _settled(prompt, joined, NATIVE_BOUND)
-    if wrong is not None:
-        return Verdict(name, DIVERGED, f"Step by step, first out of bounds at {wrong.name}: {wrong.detail}.",
-                       wrong.error, wrong.name, notes=notes)
-    text = f"{len(compared)} points of the steps from their own inputs"
-    drafts: list[Compared] = []
-    if model.mtp:
-        for given, source in ((points, "recorded"), (own, "its own")):
-            found, wrong = _draft_check(model, input_ids, split, given)
-            if wrong is not None:
-                text = f"From {source} conditioning, first out of bounds at {wrong.name}: {wrong.detail}."
-                return Verdict(name, DIVERGED, text, wrong.error, wrong.name, notes=notes)
-            drafts = drafts or found
-        text += f", {len(drafts)} of drafts from recorded conditioning"
-    departs, flips = _departure(points, run)
-    notes += flips
-    for part in ("logits", "mtp.main_hidden"):
-        known = [point for point in own if point.split(".", 1)[1] == part and point in points]
-        if not known:
-            continue
-        rows = [torch.cat([values[point].to(torch.float64).flatten(0, -2) for point in known]) for values in (own, points)]
-        error, worst = relative_l2(*rows), (rows[0] - rows[1]).norm(dim=-1) / rows[1].norm(dim=-1)
-        if not error <= NATIVE_END_BOUND or (part != "logits" and not float(worst.max()) <= OTHER_ROW):
-            # The first point that is clearly off, not the first that rounding has moved.
-            usual = min(error, NATIVE_END_BOUND)
-            point = next((point for point in known if not relative_l2(own[point], points[point]) <= usual), known[0])
-            text = (f"End to end, first out of bounds at {point}: {worst_entry(own[point], points[point])}; all rows of {part} "
-                    f"are {error:.2g} off, one row {float(worst.max()):.2g}.")
-            return Verdict(name, DIVERGED, text, error, point, departs, notes)
-        if departs:
-            notes.append(f"end to end, all rows of {part} are {error:.2g} off: roundings that fell the other way, amplified")
-    if departs:
-        notes.append("this trace has no inputs of backbone modules; a prefill trace of the same numerics judges those")
-    worst_point = max((*compared, *drafts), key=lambda one: one.error)
-    text = f"{text}; {_end_text(len(points), departs)}"
-    return Verdict(name, EQUAL, text, worst_point.error, worst_point.name, departs, notes)
-
-
-def _draft_check(model: Model, input_ids: Tensor, split: int, points: dict[str, Tensor],
-                 ) -> tuple[list[Compared], Compared | None]:
-    """Every draft again, from the conditioning in `points` and with the ids chosen there; and the first that is wrong."""
-    calls = ["prefill", *(f"step{step}" for step in range(split, input_ids.shape[1]))]
-    drafted = [call for call in calls if all(f"{call}.mtp.{part}" in points for part in ("logits", "confidence", "draft_ids"))]
-    if any(f"{call}.mtp.main_hidden" not in points for call in calls) or not drafted:
-        return [], None
-    hidden = torch.cat([points[f"{call}.mtp.main_hidden"] for call in calls], dim=1)
-    drafts: dict[str, Tensor] = {}
-    for call in drafted:
-        cache = draft_cache(model, hidden[:, :split + calls.index(call)])
-        drafts.update(_draft_again(model, cache, points[f"{call}.mtp.draft_ids"].to(torch.int64), call))
-    compared = [compare(name, value, points[name], DRAFT_BOUND) for name, value in drafts.items()]
-    for part in ("logits", "confidence"):
-        names = [f"{call}.mtp.{part}" for call in drafted]
-        error = relative_l2(*(torch.cat([values[name].flatten() for name in names]) for values in (drafts, points)))
-        if not error <= DRAFT_BOUND:
-            first = next(one for one in compared if one.name in names and not one.error <= DRAFT_BOUND)
-            return compared, dataclasses.replace(first, detail=f"{first.detail}; all drafts are {error:.2g} off")
-    return compared, next((one for one in compared if not one.error <= ONE_DRAFT or one.entry > ONE_ENTRY), None)
-
-
-def _draft_again(model: Model, cache: Cache, ids: Tensor, call: str) -> dict[str, Tensor]:
-    """The draft whose anchor and choices are ids [B, 1 + G]; as its draft_ids those, where they are as good as the best."""
-    chosen, given = [ids[:, 0]], iter(ids[:, 1:].unbind(1))
-
-    def choose(logits: Tensor) -> Tensor:
-        known = next(given)
-        short = logits.amax(-1) - logits.gather(-1, known[:, None])[:, 0]
-        close = short <= CHOICE_GAP * logits.square().mean(-1).sqrt()
-        chosen.append(torch.where(close, known, logits.argmax(-1)))
-        return known
-
-    draft = model.draft(ids[:, 0], cache, choose=choose)
-    return {f"{call}.mtp.logits": draft.logits, f"{call}.mtp.confidence": draft.confidence,
-            f"{call}.mtp.draft_ids": torch.stack(chosen, dim=1)}
-
-
-def _joined(calls: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-    """What calls on consecutive tokens observed, as one call on all of them would have.
-
-    Tensors of all calls are put one after the other along axis 1. Rows over compressed rows (scores, selections) grow from call
-    to call: columns that an earlier call did not have are unseen, -inf or -1. Candidates are left out: in one prompt a block
-    also has the columns that come later. The selections show them.
-    """
-    joined = {}
-    for point, values in calls.items():
-        width, kind = max(value.shape[-1] for value in values), point.rpartition(".")[2]
-        if kind == "candidates":
-            continue
-        if kind in ("scores", "topk"):
-            values = [torch.nn.functional.pad(value, (0, width - value.shape[-1]), value=-1 if kind == "topk" else -math.inf)
-                      for value in values]
-        if all(value.dim() > 1 and value.shape[-1] == width for value in values):
-            joined[point] = torch.cat(values, dim=1)
-    return joined
 
 
 CHECKERS: dict[str, Callable[[str, Model, dict[str, Tensor], dict], Verdict]] = {
@@ -398,204 +204,36 @@ CHECKERS: dict[str, Callable[[str, Model, dict[str, Tensor], dict], Verdict]] = 
 }
 
 
-def _judge(name: str, model: Model, points: dict[str, Tensor], graft: Graft | None,
-           run: Callable[[Arbiter], Points]) -> Verdict:
-    """Verdict from the module-by-module comparison (`graft`, if the trace allows one) and from end-to-end runs."""
-    if model.numerics.dtype != torch.float32:
-        return _judge_modules(name, points, graft, run)
-    bound = FLOAT32_BOUND
-    grafted, notes = [], []
-    if graft is not None:
-        grafted, left, taken = _from_recorded(lambda: graft(points), points, bound)
-        notes = [f"legitimate flip inside a module: {decision}" for decision in taken]
-        if left is not None:
-            return Verdict(name, DIVERGED, f"From recorded inputs, first out of bounds at {left.name}: {left.detail}.",
-                           left.error, left.name, notes=notes)
+class _Seen:
+    """The points of a run, as it observes them; the second of a name, as that of a second image, is called NAME#1."""
 
-    def attempt(arbiter: Arbiter) -> tuple[int, str | None]:
-        return _agreement(run(arbiter), points, bound)
+    def __init__(self, arbiter: Arbiter) -> None:
+        self.arbiter = arbiter
+        self.points: dict[str, Tensor] = {}
 
-    plain = list(_compare_each(run(Arbiter()), points, bound))
-    first = next((compared for compared in plain if compared.excess > 1), None)
-    text = f"{len(plain)} points end to end"
-    if grafted:
-        text += f", {len(grafted)} from recorded inputs"
-    if first is not None:
-        left, taken = explain(attempt) if first.error <= SEARCH_BOUND else (first.name, ())
-        if left is None:
-            plain = list(_compare_each(run(Arbiter(taken)), points, bound))
-            notes += [f"legitimate flip: {decision}; taken the other way, all points agree" for decision in taken]
-            text += f", {len(taken)} legitimate flip(s)"
-        elif grafted and max(compared.error for compared in plain) <= FLIP_BOUND:
-            notes += [f"end to end out of bounds from {first.name} on (largest error {max(c.error for c in plain):.2g}); "
-                     "absent from recorded inputs, so rounding flips, not located one by one"]
-        else:
-            if taken:  # some of the differences were flips; what is left is the finding
-                rest = _compare_each(run(Arbiter(taken)), points, bound)
-                first = next(compared for compared in rest if compared.excess > 1)
-                notes += [f"legitimate flip: {decision}" for decision in taken]
-            return Verdict(name, DIVERGED, f"End to end, first out of bounds at {first.name}: {first.detail}.",
-                           first.error, first.name, notes=notes)
-    worst = max((*grafted, *plain), key=lambda compared: compared.error)
-    return Verdict(name, EQUAL, text + ".", worst.error, worst.name, notes=notes)
+    def observe(self, point: str, value: Tensor) -> None:
+        stem, number = point, 0
+        while point in self.points:
+            number += 1
+            point = f"{stem}#{number}"
+        self.arbiter.mark(point)
+        self.points[point] = value
 
 
-def _judge_modules(name: str, points: dict[str, Tensor], graft: Graft, run: Callable[[Arbiter], Points]) -> Verdict:
-    """Verdict in BF16: modules from recorded inputs, the run end to end from its own, and where that leaves the trace."""
-    grafted, wrong, notes = _settled(lambda: graft(points), points, NATIVE_BOUND)
-    if wrong is not None:
-        return Verdict(name, DIVERGED, f"From recorded inputs, first out of bounds at {wrong.name}: {wrong.detail}.",
-                       wrong.error, wrong.name, notes=notes)
-    own = dict(run(Arbiter()))
-    _, wrong, _ = _settled(lambda: graft(own), own, NATIVE_BOUND)
-    if wrong is not None:
-        text = ("Every module from recorded inputs agrees, but end to end they are put together in another way, first out of "
-                f"bounds at {wrong.name}: {wrong.detail}.")
-        return Verdict(name, DIVERGED, text, wrong.error, wrong.name, notes=notes)
-    departs, flips = _departure(points, run)
-    if departs and "logits" in points:
-        error = relative_l2(own["logits"], points["logits"])
-        flips.append(f"end to end, logits are {error:.2g} off: roundings that fell the other way, amplified; every module from "
-                     "recorded inputs agrees")
-    worst = max(grafted, key=lambda compared: compared.error)
-    text = f"{len(grafted)} points from recorded inputs; {_end_text(len(points), departs)}"
-    return Verdict(name, EQUAL, text, worst.error, worst.name, departs, notes + flips)
-
-
-def _end_text(count: int, departs: str) -> str:
-    return f"end to end departs at {departs}." if departs else f"{count} points end to end."
-
-
-def _departure(points: dict[str, Tensor], run: Callable[[Arbiter], Points]) -> tuple[str, list[str]]:
-    """Where a run end to end leaves the trace although close ties were taken the other way ("" = nowhere), and those ties."""
-    left, taken = explain(lambda arbiter: _agreement(run(arbiter), points, NATIVE_BOUND), tries=NATIVE_TRIES)
-    notes = [f"legitimate flip: {decision}; taken the other way, {'all points agree' if left is None else 'more points agree'}"
-             for decision in taken]
-    if left is None:
-        return "", notes
-    actual = next(value for point, value in run(Arbiter(taken)) if point == left)
-    rows, expected = actual.to(torch.float64).flatten(0, -2), points[left].to(torch.float64).flatten(0, -2)
-    off = (rows - expected).nan_to_num().norm(dim=-1) > NATIVE_BOUND * expected.nan_to_num().norm(dim=-1)
-    row = int(off.to(torch.int64).argmax())
-    index = [int(i) for i in torch.unravel_index(torch.tensor(row), actual.shape[:-1])]
-    return f"{left}, row {index[:2]}", notes
-
-
-def _settled(compute: Callable[[], Points], points: dict[str, Tensor], bound: float,
-             ) -> tuple[list[Compared], Compared | None, list[str]]:
-    """Computed points against `points` in BF16: all comparisons, the first that is wrong, and rows that a rounding explains.
-
-    A row that is out of bounds may be replaced by that of a run in which close roundings fall otherwise (flips.Roundings).
-    """
-    values = dict(compute())
-
-    def judged(names: Iterable[str]) -> dict[str, Compared]:
-        own = {name: values[name] for name in names}
-        scores = {name: values.get(name.removesuffix("topk") + "scores") for name in own if name.endswith(".topk")}
-        known = {**points, **{name.removesuffix("topk") + "scores": value for name, value in scores.items()
-                              if value is not None and name.removesuffix("topk") + "scores" not in points}}
-        return {one.name: one for one in _compare_each(own.items(), known, bound) if one.name in points}
-
-    compared = judged(name for name in values if name in points)
-    wrong = [name for name, one in compared.items() if one.excess > 1]
-    notes = []
-    few = wrong and len(wrong) <= max(1, CLOSE_POINTS * len(compared))
-    if few and _rows_off(values[wrong[0]], points[wrong[0]], bound).to(torch.float64).mean() <= CLOSE_ROWS:
-        before = {name: compared[name].detail for name in wrong}
-        while wrong and _search_roundings(compute, wrong[0], values, points, lambda name: judged([name])[name].excess <= 1):
-            compared.update(judged(wrong))
-            wrong = [name for name in wrong if compared[name].excess > 1]
-        notes = [f"legitimate rounding inside a module: {name} {detail}; close roundings taken the other way give "
-                 "the recorded row" for name, detail in before.items() if name not in wrong]
-    return list(compared.values()), compared[wrong[0]] if wrong else None, notes
-
-
-def _search_roundings(compute: Callable[[], Points], wrong: str, values: dict[str, Tensor], points: dict[str, Tensor],
-                      agrees: Callable[[str], bool]) -> bool:
-    """Whether close roundings explain the point `wrong`: its rows in `values` are replaced by closer ones until it agrees."""
-    for seed, share in ROUNDINGS:
-        with Roundings(seed, share), contextlib.closing(compute()) as attempt:
-            value = next(value for name, value in attempt if name == wrong)
-        values[wrong] = _closer_rows(value, values[wrong], points[wrong])
-        if agrees(wrong):
-            return True
-    return False
-
-
-def _distance(actual: Tensor, expected: Tensor) -> Tensor:
-    """How far every row (last axis) is from the expected one, [rows]. Integer rows are sets: the number of others."""
-    a, b = (value.flatten(0, -2) if value.dim() > 1 else value[None] for value in (actual, expected))
-    if not a.dtype.is_floating_point:
-        a, b = a.to(torch.int64).sort(-1).values, b.to(torch.int64).sort(-1).values
-        return (a != b).sum(-1).to(torch.float64)
-    a, b = a.to(torch.float64), b.to(torch.float64)
-    return torch.where(a == b, 0.0, (a - b).nan_to_num(math.inf, math.inf, math.inf)).norm(dim=-1)
-
-
-def _rows_off(actual: Tensor, expected: Tensor, bound: float) -> Tensor:
-    """Which rows are out of bounds on their own, [rows] bool."""
-    if not actual.dtype.is_floating_point:
-        return _distance(actual, expected) > 0
-    norm = expected.to(torch.float64).nan_to_num(0.0, 0.0, 0.0).flatten(0, -2).norm(dim=-1)
-    return _distance(actual, expected) > bound * norm
-
-
-def _closer_rows(new: Tensor, old: Tensor, expected: Tensor) -> Tensor:
-    """Rows of `new` where they are closer to the expected ones, of `old` elsewhere."""
-    closer = _distance(new, expected) < _distance(old, expected)
-    return torch.where(closer.view(*old.shape[:-1], 1), new, old)
-
-
-def _from_recorded(graft: Callable[[], Points], points: dict[str, Tensor], bound: float,
-                   ) -> tuple[list[Compared], Compared | None, tuple[Decision, ...]]:
-    """The module-by-module comparison in float32, the first point that is wrong in it, and the proven flips inside modules.
-
-    Index queries and keys are quantized inside a module without being recorded, so a flip is possible even here.
-    """
-    def run(arbiter: Arbiter) -> Points:
-        with arbiter.active():
-            for name, value in graft():
-                arbiter.mark(name)
-                yield name, value
-
-    compared = list(_compare_each(run(Arbiter()), points, bound))
-    wrong = next((one for one in compared if one.excess > 1), None)
-    if wrong is None or wrong.error > SEARCH_BOUND:
-        return compared, wrong, ()
-    left, taken = explain(lambda arbiter: _agreement(run(arbiter), points, bound))
-    if taken:
-        compared = list(_compare_each(run(Arbiter(taken)), points, bound))
-        wrong = next((one for one in compared if one.excess > 1), None)
-    return compared, wrong, taken
-
-
-def _agreement(computed: Points, points: dict[str, Tensor], bound: float) -> tuple[int, str | None]:
-    """How many points agree before the first that does not, and its name; stops there."""
-    agreed = 0
-    with contextlib.closing(computed):
-        for compared in _compare_each(computed, points, bound):
-            if compared.excess > 1:
-                return agreed, compared.name
-            agreed += 1
-    return agreed, None
-
-
-def _compare_each(computed: Iterable[tuple[str, Tensor]], points: dict[str, Tensor], bound: float) -> Iterator[Compared]:
-    """Compare computed points with the recorded ones of the same name, in the order in which they are computed."""
-    for point, value in computed:
-        if point in points:
-            scores = points.get(point.removesuffix("topk") + "scores") if point.endswith(".topk") else None
-            yield compare(point, value, points[point], bound, scores)
+def _is_exact(model: Model) -> bool:
+    """Whether right implementations agree to the last bits but for single roundings: float32. All else is BF16."""
+    return model.numerics.dtype == torch.float32
 
 
 # --- inputs ----------------------------------------------------------------------------------------------------
 
 
-def _check_inputs(model: Model, tensors: dict[str, Tensor]) -> None:
+def _check_inputs(model: Model, tensors: dict[str, Tensor], entry: dict) -> None:
+    """Raise ValueError for a trace without tokens or points, NotComparable for tokens that this model does not have."""
     ids = tensors.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.dtype != torch.int64 or ids.numel() == 0:
         raise ValueError("Verifying: a trace needs input_ids [B, S] of int64.")
-    if len(tensors) == 1:
+    if not _points(tensors, entry):
         raise ValueError("Verifying: a trace has input_ids and no point to compare.")
     vocabulary = model.config.text_config.vocab_size
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
@@ -618,8 +256,7 @@ def _check_tokens(model: Model, input_ids: Tensor, token_types: Tensor | None, p
     for row, position in differs.nonzero().tolist():
         same = (table == recorded[row, position].to(table.dtype)).all(-1).nonzero().flatten().tolist()
         if same:
-            raise NotComparable(f"input_ids[{row}, {position}] is {int(input_ids[row, position])}, but the trace was "
-                                f"computed from token {same[0]} there")
+            _require_token(input_ids, row, position, same[0])
 
 
 def _search_token(model: Model, input_ids: Tensor, split: int, points: dict[str, Tensor]) -> None:
@@ -637,33 +274,39 @@ def _search_token(model: Model, input_ids: Tensor, split: int, points: dict[str,
         return
     recorded = torch.cat(hidden, dim=1).to(torch.float64)
     actual = model(input_ids, model.new_cache(len(input_ids))).main_hidden.to(torch.float64)
-    exact = model.numerics.dtype == torch.float32
-    off = (actual - recorded).norm(dim=-1) / recorded.norm(dim=-1) > (0.05 if exact else OTHER_ROW)
+    other, same = (OTHER_ROW_FLOAT32, SAME_ROW_FLOAT32) if _is_exact(model) else (OTHER_ROW, SAME_ROW)
+    off = (actual - recorded).norm(dim=-1) / recorded.norm(dim=-1) > other
     if not off.any():
         return
     position = int(off.any(0).nonzero()[0])
     row = int(off[:, position].nonzero()[0])
-    errors = []
     candidates = torch.arange(vocabulary, device=input_ids.device)
     if model.config.vision_config is not None:
         candidates = candidates[candidates != model.config.image_token_id]  # cannot stand in a text prompt
+    tried = []
     for tokens in candidates.split(128):
         ids = torch.cat((input_ids[row, :position].expand(len(tokens), -1), tokens[:, None]), dim=1)
-        tried = model(ids, model.new_cache(len(ids))).main_hidden[:, -1].to(torch.float64)
-        errors.append((tried - recorded[row, position]).norm(dim=-1) / recorded[row, position].norm())
-    smallest = int(torch.cat(errors).argmin())
-    best = int(candidates[smallest])
-    if float(torch.cat(errors)[smallest]) < (1e-2 if exact else 0.5) and best != int(input_ids[row, position]):
+        tried.append(model(ids, model.new_cache(len(ids))).main_hidden[:, -1].to(torch.float64))
+    wanted = recorded[row, position]
+    error, best = ((torch.cat(tried) - wanted).norm(dim=-1) / wanted.norm()).min(0)
+    _require_token(input_ids, row, position, int(candidates[best]) if error < same else int(input_ids[row, position]))
+
+
+def _require_token(input_ids: Tensor, row: int, position: int, token: int) -> None:
+    """Raise NotComparable if the trace was computed from another token than input_ids has."""
+    if token != int(input_ids[row, position]):
         raise NotComparable(f"input_ids[{row}, {position}] is {int(input_ids[row, position])}, but the trace was "
-                            f"computed from token {best} there")
+                            f"computed from token {token} there")
 
 
 def _points(tensors: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:
-    inputs = set(entry.get("inputs", ())) | {"input_ids", "token_types"}
+    """What of a trace is to be compared: all but its inputs."""
+    inputs = {*entry.get("inputs", ()), "input_ids", "token_types", "anchor"}
     return {name: value for name, value in tensors.items() if name not in inputs}
 
 
 def _images(tensors: dict[str, Tensor]) -> list[ImageInput]:
+    """The images of a prompt, from image0.patches and image0.grid on."""
     images = []
     while f"image{len(images)}.patches" in tensors:
         number = len(images)
@@ -673,6 +316,7 @@ def _images(tensors: dict[str, Tensor]) -> list[ImageInput]:
 
 
 def _read_manifest(folder: Path) -> dict[str, dict]:
+    """{trace: entry} of manifest.json; raises ValueError for anything that the checks could stumble over later."""
     path = folder / "manifest.json"
     try:
         traces = json.loads(path.read_text(encoding="utf-8"))["traces"]
@@ -689,6 +333,7 @@ def _read_manifest(folder: Path) -> dict[str, dict]:
 
 
 def _read_trace(folder: Path, name: str, entry: dict) -> dict[str, Tensor]:
+    """All tensors of a trace; raises ValueError if one is missing that the manifest lists."""
     path = folder / f"{name}.safetensors"
     try:
         tensors = load_file(path)
@@ -701,6 +346,7 @@ def _read_trace(folder: Path, name: str, entry: dict) -> dict[str, Tensor]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     parser = Parser(prog="python -m reference.verify", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="folder with config.json and the weights")
     parser.add_argument("traces", help="folder with manifest.json and one safetensors file per trace")
@@ -714,8 +360,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(verdicts: list[Verdict], as_json: bool) -> int:
-    """Print the verdicts; the exit code of the worst."""
-    code = next((code for code in (BAD_INPUT, DIVERGED, NOT_COMPARABLE) if any(v.code == code for v in verdicts)), EQUAL)
+    """Print the verdicts; the exit code of the worst. Bad input never gets here: it ends the run (inference.command.run)."""
+    code = next((code for code in (DIVERGED, NOT_COMPARABLE) if any(v.code == code for v in verdicts)), EQUAL)
     if as_json:
         print(json.dumps({"verdict": WORDS[code], "code": code, "traces": [vars(verdict) for verdict in verdicts]}, indent=1))
         return code

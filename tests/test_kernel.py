@@ -179,3 +179,22 @@ def test_gradients_with_an_empty_row() -> None:
     wanted = torch.autograd.grad((out * weight).sum(), wide)
     for mine, right in zip(got, wanted):
         assert relative_l2(mine, right) < 1e-5
+
+
+@pytest.mark.parametrize("empty", ["rows", "count", "queries"])
+def test_nothing_to_look_at_is_zeros(empty) -> None:
+    q, kv, sink, index, scale = inputs()
+    cut = {"rows": (q, kv[:, :0], sink, torch.full_like(index, -1)), "count": (q, kv, sink, index[..., :0]),
+           "queries": (q[:, :0], kv, sink, index[:, :0])}[empty]
+    out = sparse_attn(*cut, scale)
+    assert out.shape == cut[0].shape and torch.equal(out, torch.zeros_like(out))
+
+
+@torch.enable_grad()
+@pytest.mark.parametrize("sink", [90.0, 1e30, float("inf")])
+def test_a_sink_far_above_all_logits_takes_everything(sink) -> None:
+    q, kv, _, index, scale = inputs()
+    given = [q.requires_grad_(), kv.requires_grad_(), torch.full((4,), sink, requires_grad=True)]
+    out = sparse_attn(*given, index, scale)
+    assert float(out.abs().max()) < 1e-30
+    assert all(float(gradient.abs().max()) < 1e-30 for gradient in torch.autograd.grad(out.sum(), given))
