@@ -6,7 +6,7 @@ What it does
     1. `Checkpoint.open(folder)`: parses `model.safetensors.index.json` and the header of every shard (or one
        `model.safetensors`), and checks files against the index and against their own sizes. Nothing is read but
        headers.
-    2. `plan_weights(model, checkpoint)`: matches stored tensors with the model's parameters, both ways (matching.py).
+    2. `whole_match(model, checkpoint)`: matches stored tensors with the model's parameters, both ways (matching.py).
        Names follow from the family (families.py), the format of every weight from its header: dtype, shape, companions.
     3. `load(folder)`: builds the model on the meta device, reads, checks values, assigns.
     All problems of a step are collected and raised as one `ValueError`; a model is returned whole or not at all.
@@ -191,12 +191,8 @@ def _engram_shards(index: dict[str, str] | None, folder: Path, engram_dir: str |
 # --- matching tensors with parameters --------------------------------------------------------------------------
 
 
-def plan_weights(model: Model, checkpoint: Checkpoint) -> dict[str, WeightPlan]:
+def whole_match(model: Model, checkpoint: Checkpoint) -> Match:
     """Match every parameter with stored tensors, both ways. Raises CheckpointError with every mismatch."""
-    return _whole_match(model, checkpoint).plans
-
-
-def _whole_match(model: Model, checkpoint: Checkpoint) -> Match:
     match = match_weights(model, checkpoint)
     if match.problems:
         raise CheckpointError(
@@ -252,7 +248,7 @@ def load(path: str | Path, device: torch.device | str = "cpu", numerics: str = "
         folded = torch.from_numpy(classes)
     with torch.device("meta"):
         model = Model(config, mode, folded)
-    match = _whole_match(model, checkpoint)
+    match = whole_match(model, checkpoint)
     stream = Stream(config.text_config.num_hidden_layers, expert_cache, progress) if weights == "stream" else None
     plans = match.plans if ranks is None else parallel.split(model, match.plans, ranks)
     _assign(model, plans, device, mode, weights == "packed", stream, progress)

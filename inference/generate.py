@@ -7,7 +7,7 @@
                                  [--spec | --no-spec] [--confidence-threshold C] [--compile]
 What it does
     Reads all prompts, then completes them (decoding.py), `--batch-size` at a time, until the end marker, `--max-new-tokens` or
-    the context limit. Same seed, same text, in any batch. After each prompt a line with speed, peak memory and cache bytes per
+    the context limit. Same seed and options, same text; in another batch up to near-ties in BF16. After each prompt a line with speed, peak memory and cache bytes per
     token; with drafts a second one with the accepted length.
     With torchrun --nproc-per-node N in place of python, N processes share the model (parallel.py); the first one prints.
 Exit codes
@@ -153,7 +153,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
                         help="draft and verify (default: if the checkpoint has draft stages)")
     parser.add_argument("--confidence-threshold", type=float, default=0.0, help="do not send drafts that are less sure; 0: all")
     parser.add_argument("--compile", action="store_true",
-                        help="torch.compile the small operations; first call takes a minute")
+                        help="torch.compile the small operations; a minute or more, the first time")
     options = parser.parse_args(arguments)
     options.effort = int(options.effort) if re.fullmatch("-?[0-9]{1,9}", options.effort) else options.effort
     if options.max_new_tokens < 1:

@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.add_argument("--weights", default="packed", choices=("packed", "resident"),
                                  help="codes as stored, decoded at use, or BF16")
             command.add_argument("--compile", action="store_true",
-                                 help="torch.compile the small operations; first call takes a minute; rows for both forms")
+                                 help="torch.compile the small operations; a minute or more, the first time; rows for both forms")
         if name == "layer":
             command.add_argument("--profile", action="store_true", help="count what the host waits for inside a layer")
     parsed = parser.parse_args(arguments)

@@ -158,10 +158,6 @@ def unspaced_positions(positions: Callable) -> Callable:
     return lambda groups, ratio: positions(groups, 1)
 
 
-def pooled_over_channels(softmax: Callable) -> Callable:
-    return lambda scores, dim: softmax(scores, -1)
-
-
 def newest_not_pinned(candidates: Callable) -> Callable:
     return lambda scores, positions, *rest: candidates(scores, torch.full_like(positions, -1), *rest)
 

@@ -123,7 +123,7 @@ def _show(line: dict) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Command line; see the map of this module."""
     parser = Parser(prog="python -m reference.parallel_check", description="N processes against one.")
-    parser.add_argument("--ckpt", type=Path, default=NANO, help="checkpoint folder (default: the bundled one)")
+    parser.add_argument("--ckpt", type=Path, default=NANO, help="checkpoint folder (default: nano, random weights)")
     parser.add_argument("--device", help="default: the process's own GPU, if there is one, else cpu")
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")

@@ -23,7 +23,6 @@ DISCRETE, FLOAT = "discrete", "float"
 # Kinds of comparison. exact: same entries. set: rows of ids, order free. selection: columns chosen by a score. mask:
 # the same as booleans. choice: one id chosen by a score. close: floats. info: recorded to judge others. own: meaningful
 # between runs of one producer only (its private layout, or the bytes of its floats).
-HOWS = ("exact", "set", "selection", "mask", "choice", "close", "info", "own")
 
 
 @dataclass(frozen=True)

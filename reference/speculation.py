@@ -24,7 +24,7 @@ import inference
 from inference import decoding
 from inference.numerics import MODES
 
-BUNDLED = Path(__file__).parent / "golden" / "nano" / "checkpoint"
+NANO = Path(__file__).parent / "golden" / "nano" / "checkpoint"
 
 
 def random_prompts(vocabulary: int, count: int, seed: int = 0) -> list[list[int]]:
@@ -36,7 +36,7 @@ def random_prompts(vocabulary: int, count: int, seed: int = 0) -> list[list[int]
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m reference.speculation", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", nargs="?", default=str(BUNDLED))
+    parser.add_argument("checkpoint", nargs="?", default=str(NANO), help="checkpoint folder (default: nano, random weights)")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--numerics", default="float32", choices=sorted(MODES))

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import inference
-from inference.checkpoint import Checkpoint, CheckpointError, main, match_weights, plan_weights
+from inference.checkpoint import Checkpoint, CheckpointError, main, match_weights, whole_match
 from inference.config import Config
 from inference.families import NameTable, detect_family
 from inference.inventory import empty_model, take_inventory
@@ -104,7 +104,7 @@ def change(shards: dict[str, Tensors], name: str, edit: Callable[[str, list[int]
 def problems_of(folder: Path) -> list[str]:
     """Every problem that strict matching finds; values are not read."""
     try:
-        plan_weights(empty_model(Config.from_file(folder)), Checkpoint.open(folder))
+        whole_match(empty_model(Config.from_file(folder)), Checkpoint.open(folder))
     except CheckpointError as error:
         return error.problems
     except ValueError as error:
