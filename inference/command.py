@@ -27,7 +27,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(command: Callable[[], int]) -> int:
-    """command() with ValueError, interrupts and broken pipes turned into one line and an exit code."""
+    """command() with ValueError, interrupts and broken pipes turned into one line and an exit code.
+
+    A terminal whose encoding lacks a character shows it as \\uXXXX, instead of ending the command when all is computed.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = command()
         sys.stdout.flush()

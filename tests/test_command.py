@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,10 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m inference.checkpoint reference/golden/nano/checkpoint | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() in ("0", "141") and "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_the_characters_gets_escapes() -> None:
+    code = "import sys; from inference.command import run; sys.exit(run(lambda: print('a\\uff5cb') or 0))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=ROOT,
+                          env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert (done.returncode, done.stdout) == (0, b"a\\uff5cb\n")
