@@ -90,9 +90,9 @@ def _sparse_attn_rows(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scal
         values = probabilities.to(q.dtype).to(torch.float32)  # official: rounded to BF16 for the value product
         out = out * rescale + torch.einsum("bsht,bstk->bshk", values, gathered)
         maximum = new_maximum
-    # The sink joins the maximum, or the exponential of one far above all logits would overflow and give NaN gradients.
+    # A sink far above all logits takes their place as the maximum: its exponential would overflow, and give NaN gradients.
     sink = sink.to(torch.float32).clamp_max(torch.finfo(torch.float32).max).view(1, 1, heads, 1)
-    top = torch.maximum(maximum, sink)
+    top = torch.where(sink - maximum > 80.0, sink, maximum)  # ours: exp(80) is finite in float32
     rescale = torch.exp(maximum - top)
     denominator = denominator * rescale + torch.exp(sink - top)
     # Only a row without any valid index and a sink of -inf gets here with 0; official code gives NaN, ours zeros.

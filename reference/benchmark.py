@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference.command import Parser, run
 from inference.kernel import sparse_attn, tilelang_installed
 from inference.numerics import full_precision
 from reference import benchmark_layers
@@ -216,7 +217,7 @@ SUBCOMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status; a user mistake is one line on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m reference.benchmark", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.benchmark", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in SUBCOMMANDS.items():
         command = commands.add_parser(name, help=run.__doc__)
@@ -240,4 +241,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

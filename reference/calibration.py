@@ -15,7 +15,6 @@ tests/test_calibration.py
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from inference.command import Parser, run
 from inference.decoding import Round
 
 BINS = 15
@@ -92,7 +92,7 @@ def read_rounds(folder: str | Path) -> list[Round]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.calibration", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.calibration", description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", help="folders written by Generation.save, speculation on, threshold 0")
     options = parser.parse_args(arguments)
     try:
@@ -109,4 +109,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -19,7 +19,6 @@ Tests
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
 import resource
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from inference.attention import Attention
 from inference.cache import Cache
+from inference.command import Parser, run
 from inference.config import Config, LayerPlan, layer_plan
 from inference.context import Context, Shared
 from inference.indexer import candidate_blocks, select_columns
@@ -248,7 +248,7 @@ def _peak_mib() -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.longcontext", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.longcontext", description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(RELEASED), help="config.json (default: the released shapes)")
     parser.add_argument("--layer", type=int, help="a layer that owns compressed rows (default: the last one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens, the step's own included")
@@ -266,4 +266,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

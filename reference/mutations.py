@@ -18,7 +18,6 @@ Nothing is left behind: every mutant is a context manager. Tests: tests/test_mut
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -33,6 +32,7 @@ import torch
 from tqdm import tqdm
 
 import inference
+from inference.command import Parser, run
 from inference.image_processor import ImageInput
 from inference.model import Model
 from reference.compare import EQUAL, Comparison, compare
@@ -129,7 +129,7 @@ def _judge(mutant: Mutant, comparison: Comparison) -> Outcome:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.mutations", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.mutations", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="run only mutants whose name contains this")
     parser.add_argument("--list", action="store_true", help="name the mutants and what is wrong with them")
     options = parser.parse_args(arguments)
@@ -152,4 +152,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -18,7 +18,6 @@ Tests: tests/test_compare.py
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import re
@@ -32,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import inference
+from inference import command
 from inference.config import Config
 from inference.model import Model
 from inference.numerics import MODES
@@ -203,7 +203,7 @@ def table(floors: dict[str, dict[str, float]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.noise", description=__doc__.splitlines()[0])
+    parser = command.Parser(prog="python -m reference.noise", description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", default=str(GOLDEN / "checkpoint"), metavar="DIR")
     parser.add_argument("--input-file", action="append",
                         help="prompts; by default the packaged text and, if the checkpoint has vision, pictures")
@@ -223,4 +223,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(main))

@@ -19,7 +19,6 @@ Tests
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import inference
+from inference.command import Parser, run
 from inference.generate import BUNDLED
 from inference.inventory import take_inventory
 from inference.layers import dense_weight
@@ -150,7 +150,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.quality", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.quality", description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", type=Path, default=BUNDLED, help="native checkpoint (default: the bundled one)")
     parser.add_argument("--formats", nargs="+", metavar="FORMAT", help="only these")
     parser.add_argument("--json", action="store_true")
@@ -166,4 +166,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -12,7 +12,6 @@ Tests: tests/test_decoding_speculative.py checks the same on shorter texts
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 
 import inference
 from inference import decoding
+from inference.command import Parser, run
 from inference.numerics import MODES
 
 NANO = Path(__file__).parent / "golden" / "nano" / "checkpoint"
@@ -35,7 +35,7 @@ def random_prompts(vocabulary: int, count: int, seed: int = 0) -> list[list[int]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.speculation", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.speculation", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", default=str(NANO), help="checkpoint folder (default: nano, random weights)")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=200)
@@ -73,4 +73,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -27,7 +27,6 @@ Tests
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -46,6 +45,7 @@ from torch import Tensor, nn
 import inference
 from inference.cache import Cache
 from inference.checkpoint import WEIGHT_MODES
+from inference.command import Parser, run
 from inference.image_processor import START, TEXT, ImageInput, expand_placeholders, process_image
 from inference.layers import dense_weight
 from inference.model import Model
@@ -435,7 +435,7 @@ def _golden_inputs(path: Path) -> Inputs:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m reference.trace", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m reference.trace", description=__doc__.splitlines()[0])
     parser.add_argument("--ckpt", required=True, metavar="DIR", help="checkpoint folder")
     parser.add_argument("--input-file", required=True, metavar="FILE", help="prompt: .json, .txt or .safetensors")
     parser.add_argument("--out", required=True, metavar="DIR", help="trace folder to write")
@@ -478,4 +478,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))
