@@ -3,7 +3,8 @@
     python -m reference.train backbone OUT [--minutes M | --steps N] [--from DIR] [...]
     python -m reference.train draft OUT --from DIR [--minutes M | --steps N]
     python -m reference.train plot LOG.jsonl PICTURE.png
-    python -m reference.train backbone OUT --smoke          one minute on a CPU: a tiny run of every part
+    python -m reference.train backbone OUT --smoke          one minute on a CPU: a tiny run of the three phases
+    python -m reference.train draft OUT --from DIR --smoke  likewise, of the drafts
 
 What it does, in three phases of the backbone (fractions of the run, ours)
     1. short contexts, attention over all compressed rows; the index learns from the attention
@@ -24,6 +25,9 @@ Numerics
     Masters and optimizer are float32 (training_weights.py). What runs in another form than inference: training_forms.py.
 Several GPUs
     torchrun --nproc-per-node N -m reference.train ...: every rank draws its own batches, gradients are averaged.
+How a run ends
+    OUT and --log are tried before the first step. Ctrl-C ends a run early and exports the weights as they are (with several
+    GPUs nothing is exported). A loss that is not finite ends it with an error; OUT then keeps the checkpoint it had.
 Test
     tests/test_train.py
 """
@@ -38,6 +42,7 @@ import math
 import os
 import random
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +58,7 @@ from tqdm import tqdm
 
 import inference
 from inference import dspark
-from inference.command import Parser, run
+from inference.command import INTERRUPTED, Parser, run
 from inference.config import Config
 from inference.context import Context
 from inference.hyper_connections import collapse, first_pre
@@ -77,6 +82,9 @@ PICTURE_WEIGHT = 12.0  # ours: likewise, about a picture; finding a shape's plac
 BIAS_STEP = 2e-3  # ours; report: the bias moves by a constant against the load
 INDEX_SHARE = 4  # ours: the index loss is computed on every fourth row of the batch
 PHASES = (0.35, 0.5)  # ours: where short contexts and where the selection of all rows end
+SMOKE = {"batch_tokens": 512, "short": 128, "long": 256, "report_every": 2, "workers": 0, "anchors": 4}  # ours
+SMOKE_STEPS = 6  # ours
+LOGGED = {"backbone": ("tokens", "loss", "index"), "draft": ("tokens", "accepted")}  # what `plot` needs of each stage
 
 
 # --- batches -------------------------------------------------------------------------------------------------------
@@ -92,13 +100,15 @@ class Batch:
     pictures: tuple[Tensor, ...]  # per size of PICTURE_SIZES: patches [n, P, 3, p, p], filled up with zeros to a fixed n
     order: Tensor  # [rows of all pictures] int64: which of them, size after size, belongs to each span position in turn
     questions: tuple[tuple[int, Question], ...]  # row of the batch, question with positions in that row
+    real: Tensor  # [B, S] bool: the position belongs to an episode, not to the padding behind the last one
 
     def to(self, device: torch.device) -> Batch:
         def move(x: Tensor) -> Tensor:
             return x.to(device, non_blocking=True)
 
         return dataclasses.replace(self, ids=move(self.ids), weights=move(self.weights), types=move(self.types),
-                                   order=move(self.order), pictures=tuple(map(move, self.pictures)))
+                                   order=move(self.order), real=move(self.real),
+                                   pictures=tuple(map(move, self.pictures)))
 
 
 def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokenizer, config: Config,
@@ -106,7 +116,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
     """Deterministic in its arguments. kinds: of every row; by default drawn with the shares of the kinds of KINDS."""
     chance = random.Random(f"{split} {seed}")
     ids, weights = torch.full((rows, tokens), config.pad_token_id), torch.zeros(rows, tokens)
-    types = torch.full((rows, tokens), TEXT)
+    types, real = torch.full((rows, tokens), TEXT), torch.zeros(rows, tokens, dtype=torch.bool)
     questions: list[tuple[int, Question]] = []
     room = max(12, rows * tokens // PICTURE_SHARE)
     patches: dict[tuple[int, int], list[Tensor]] = {size: [] for size in PICTURE_SIZES}
@@ -122,6 +132,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
                 break
             ids[row, used:end] = torch.tensor(own.ids)
             weights[row, used + 1:end] = 1.0
+            real[row, used:end] = True
             if own.token_types is not None:
                 types[row, used:end] = torch.tensor(own.token_types)
             for image in images:
@@ -143,7 +154,7 @@ def make_batch(seed: int, rows: int, tokens: int, split: str, tokenizer: Tokeniz
     side = config.vision_config.patch_size
     filled = tuple(torch.stack(held + [torch.zeros(math.prod(size), 3, side, side, dtype=torch.bfloat16)] *
                                (room - len(held))) for size, held in patches.items())
-    return Batch(ids, weights, types, filled, order, tuple(questions))
+    return Batch(ids, weights, types, filled, order, tuple(questions), real)
 
 
 def _span_length(size: tuple[int, int], config: Config) -> int:
@@ -213,12 +224,16 @@ def select(model: Model, everything: bool) -> None:
 
 
 class IndexLoss:
-    """Observes a forward; `value()` is the index loss of it, and `loads` the tokens of every expert."""
+    """Observes a forward; `value()` is the index loss of it, and `loads` the tokens of every expert.
 
-    def __init__(self, model: Model) -> None:
+    real: [B, S] bool as in Batch. Padding has no load: the biases would move against it, and so against the text.
+    """
+
+    def __init__(self, model: Model, real: Tensor) -> None:
         self.model, self.seen = model, {}
         self.loads: dict[str, Tensor] = {}  # "layers.3.ffn" -> tokens of every expert [2, E]: at text, at image positions
-        self.text: Tensor | None = None  # [B * S] bool
+        self.real = real.flatten()
+        self.kinds: tuple[Tensor, Tensor] | None = None  # [B * S] bool each: text, image positions
         self.layers = {layer.plan.name: layer for layer in model.layers}
 
     def __call__(self, point: str, value: Tensor) -> None:
@@ -231,9 +246,10 @@ class IndexLoss:
             name = point.removesuffix(".expert_ids")
             experts = torch.arange(len(self.model.get_submodule(name).experts), device=value.device)
             chosen = (value.flatten(0, 1).unsqueeze(-1) == experts).sum(1)  # [B * S, E]
-            self.loads[name] = torch.stack([(chosen * kind.unsqueeze(-1)).sum(0) for kind in (self.text, ~self.text)])
+            self.loads[name] = torch.stack([(chosen * kind.unsqueeze(-1)).sum(0) for kind in self.kinds])
         elif point == "image_mask":
-            self.text = ~value.flatten()
+            image = value.flatten()
+            self.kinds = self.real & ~image, self.real & image
 
     def value(self) -> Tensor:
         """Mean over index layers and positions of KL(attention over compressed rows || softmax of scores)."""
@@ -459,7 +475,7 @@ class Step:
             loss, found = draft_loss(self.model, batch, anchor)
             loss.backward()
         else:
-            watch = IndexLoss(self.model)
+            watch = IndexLoss(self.model, batch.real)
             loss = next_token_loss(forward(self.model, batch, watch).logits, batch)
             index_loss = watch.value()
             torch.autograd.backward(index_loss, inputs=self.index, retain_graph=True)
@@ -472,22 +488,28 @@ class Step:
         return {"loss": loss.detach(), **found}
 
 
-def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Path, log: Path | None) -> None:
-    """Train the parameters of one stage of `model`; masters are changed."""
+def train(model: Model, masters: Masters, clock: Clock, tokenizer_dir: Path, log: Path | None) -> None:
+    """Train the parameters of one stage of `model`; masters are changed, and clock counts the steps.
+
+    Raises ValueError for a loss or gradient that is not finite, found at the next report or at the end: asking after every
+    step would make the host wait for the device.
+    """
+    settings = clock.settings
     device, config = model.norm.weight.device, model.config
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     drafting = settings.stage == "draft"
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith("mtp.") == drafting and not name.endswith(("gate.bias", "gate.bias_vl")))
     optimizer = optimizer_for(masters, [name for name, p in model.named_parameters() if p.requires_grad])
-    clock, tokenizer = Clock(settings), Tokenizer.load(tokenizer_dir)
+    tokenizer = Tokenizer.load(tokenizer_dir)
     bar = tqdm(total=1.0, desc=settings.stage, disable=rank > 0, mininterval=1.0, bar_format="{l_bar}{bar}| {elapsed}{postfix}")
     tokens_seen = _tokens_before(log, settings.stage)
     shape, batches, last = None, None, (time.perf_counter(), tokens_seen)
     tests: dict[tuple[int, int], list[Batch]] = {}
 
     with training_forms(model, settings.compiled), contextlib.ExitStack() as stack:
-        step = Step(model, masters, settings)
+        step, found = Step(model, masters, settings), {}
+        stack.callback(bar.close)
         records = stack.enter_context(open(log, "a")) if log is not None and rank == 0 else None
         while (progress := clock.progress()) < 1.0:
             length = settings.short if not drafting and progress < settings.phases[0] else settings.long
@@ -508,7 +530,7 @@ def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Pat
             if clock.step % settings.report_every == 0 or clock.step == 1:
                 record = {"stage": settings.stage, "step": clock.step, "minutes": round(clock.minutes, 3),
                           "progress": round(progress, 4), "tokens": tokens_seen,
-                          **{key: round(float(value.detach()), 4) for key, value in found.items()}}
+                          **{key: round(value, 4) for key, value in _finite(found, clock.step).items()}}
                 now = time.perf_counter()
                 record["tokens_per_second"] = round((tokens_seen - last[1]) / (now - last[0]))
                 last = now, tokens_seen
@@ -526,17 +548,59 @@ def train(model: Model, masters: Masters, settings: Settings, tokenizer_dir: Pat
                     records.write(json.dumps(record) + "\n")
                     records.flush()
             bar.update(progress - bar.n)
+    _finite(found, clock.step)
     select(model, False)
     masters.publish()
-    bar.close()
+
+
+def _finite(found: Mapping[str, Tensor], step: int) -> dict[str, float]:
+    """Losses and norm of a step as numbers. Raises ValueError if one is not finite."""
+    values = {key: float(value.detach()) for key, value in found.items()}
+    for key, value in values.items():
+        if not math.isfinite(value):
+            raise ValueError(f"Training: after step {step}, {key} is {value}, wanted a finite number; nothing is exported. "
+                             "Try a lower --rate, or another checkpoint for --from.")
+    return values
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """The records of a log, one JSON object a line. Raises ValueError for a file that is no log of this module."""
+    def wrong(line: int, what: str) -> ValueError:
+        return ValueError(f"Reading the training log {log}: line {line} {what}; wanted one record of a training run. Repair "
+                          "or remove the line, or give another file.")
+
+    def number(value: object) -> bool:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+    try:
+        text = log.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Reading the training log {log}: {error}. Give a file that --log wrote.") from None
+    records = []
+    for line, content in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(content)
+        except ValueError:
+            raise wrong(line, "is not JSON, or is cut off") from None
+        if not isinstance(record, dict) or record.get("stage") not in LOGGED:
+            raise wrong(line, f"has no stage of {', '.join(LOGGED)}")
+        for key in LOGGED[record["stage"]]:
+            if not number(record.get(key)):
+                raise wrong(line, f"has no number {key!r}")
+        answers = record.get("answers", {})
+        if not isinstance(answers, dict) or not all(map(number, answers.values())):
+            raise wrong(line, "has answers that are not a share for each task")
+        records.append(record)
+    if text and not text.endswith("\n"):
+        raise wrong(len(records), "is cut off (it has no line end)")
+    return records
 
 
 def _tokens_before(log: Path | None, stage: str) -> int:
     """Tokens that earlier runs of a stage had seen, by their log, so that a run that goes on counts on."""
     if log is None or not log.exists():
         return 0
-    return max((record["tokens"] for record in map(json.loads, log.read_text().splitlines())
-                if record["stage"] == stage), default=0)
+    return max((record["tokens"] for record in read_log(log) if record["stage"] == stage), default=0)
 
 
 def mixed_kinds(rows: int) -> list[str]:
@@ -564,13 +628,16 @@ def check(model: Model, batches: Sequence[Batch]) -> dict[str, float]:
 
 
 def plot(log: Path, picture: Path) -> None:
-    """Draw loss, index loss and answers of a log (JSON lines) into a PNG."""
+    """Draw loss, index loss and answers of a log (JSON lines) into a PNG. Raises ValueError for a file that is no log."""
+    records = read_log(log)
+    if not records:
+        raise ValueError(f"Drawing the training log {log}: it is empty, wanted at least one record. Give the file that --log "
+                         "of a run wrote.")
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    records = [json.loads(line) for line in log.read_text().splitlines()]
     backbone = [r for r in records if r["stage"] == "backbone"]
     draft = [r for r in records if r["stage"] == "draft"]
     figure, axes = plt.subplots(1, 3, figsize=(15, 4), layout="constrained")
@@ -593,8 +660,9 @@ def plot(log: Path, picture: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m reference.train", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
+    stages = {}
     for name in ("backbone", "draft"):
-        own = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        own = stages[name] = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         own.add_argument("out", type=Path, help="folder for the exported checkpoint")
         own.add_argument("--from", dest="start", type=Path, required=name == "draft", help="checkpoint to go on from")
         own.add_argument("--tokenizer", type=Path, default=CHECKPOINT, help="folder with tokenizer.json")
@@ -615,31 +683,84 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         own.add_argument("--compile", action="store_true", help="torch.compile for the many small operations")
         own.add_argument("--log", type=Path, help="JSON lines; appended to")
-        own.add_argument("--smoke", action="store_true", help="a few small steps, to see that everything runs")
+        own.add_argument("--smoke", action="store_true", help="a few small steps, to see that everything runs: other defaults")
     own = commands.add_parser("plot")
     own.add_argument("log", type=Path)
     own.add_argument("picture", type=Path)
     given = parser.parse_args(arguments)
     if given.command == "plot":
         plot(given.log, given.picture)
-    else:
-        _train_command(given)
-    return 0
-
-
-def _train_command(given: argparse.Namespace) -> None:
+        return 0
     if given.smoke:
-        given.minutes, given.steps = None, given.steps or 6
-        given.batch_tokens, given.short, given.long, given.report_every, given.workers = 512, 128, 256, 2, 0
-        given.anchors = 4
+        stages[given.command].set_defaults(**SMOKE)
+        given = parser.parse_args(arguments)  # so that what is given explicitly stays
+        if given.minutes is None and given.steps is None:
+            given.steps = SMOKE_STEPS
+    return _train_command(given)
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    """Raises ValueError for options that cannot be used."""
     if given.minutes is None and given.steps is None:
         raise ValueError("Training: give --minutes or --steps, or --smoke for a short trial.")
+    least = {"steps": 1, "batch_tokens": 1, "short": SHORTEST, "long": SHORTEST, "seed": 0, "workers": 0, "anchors": 1,
+             "report_every": 1}
+    for name, bound in least.items():
+        value = getattr(given, name)
+        if value is not None and value < bound:
+            raise ValueError(f"Training: --{name.replace('_', '-')} must be at least {bound}, got {value}.")
+    if given.seed >= 2**63:  # what a torch generator takes
+        raise ValueError(f"Training: --seed must be below 2**63, got {given.seed}.")
+    for name in ("minutes", "rate"):
+        value = getattr(given, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"Training: --{name} must be a finite number above 0, got {value}.")
+    if not 0 <= given.phases[0] <= given.phases[1] <= 1:
+        raise ValueError("Training: --phases must be two fractions of the run, 0 <= first <= second <= 1, got "
+                         f"{' '.join(map(str, given.phases))}. The default is {' '.join(map(str, PHASES))}.")
+    if not all(0 <= share < math.inf for share in given.shares) or not sum(given.shares):
+        raise ValueError("Training: --shares must be finite numbers, none below 0 and one above, got "
+                         f"{' '.join(map(str, given.shares))}. The default is {' '.join(map(str, KINDS.values()))}.")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"Training: --device {name} is not usable here ({str(error).splitlines()[0]}). Try cpu.") from None
+    return device
+
+
+def _check_writable(out: Path, log: Path | None) -> None:
+    """Raises ValueError if the checkpoint or the log could not be written. `train` reads the log."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"Training: the checkpoint cannot be written to {out} ({error.strerror}); wanted a folder that can "
+                         "be written to. Give another OUT.") from None
+    if log is None:
+        return
+    try:
+        with open(log, "a"):
+            pass
+    except OSError as error:
+        raise ValueError(f"Training: the log cannot be written to {log} ({error.strerror}); wanted a file in a folder that "
+                         "exists. Give another --log.") from None
+
+
+def _train_command(given: argparse.Namespace) -> int:
+    _check_numbers(given)
     if "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("nccl" if given.device.startswith("cuda") else "gloo")
         if given.device.startswith("cuda"):
             given.device = f"cuda:{os.environ['LOCAL_RANK']}"
             torch.cuda.set_device(given.device)
-    device = torch.device(given.device)
+    device = _device(given.device)
     if given.start is None:
         tokenizer_dir = given.tokenizer
         tokenizer = Tokenizer.load(tokenizer_dir)
@@ -656,14 +777,33 @@ def _train_command(given: argparse.Namespace) -> None:
     settings = Settings(given.command, given.minutes, given.steps, given.batch_tokens, given.short, given.long, given.rate,
                         given.seed, given.workers, given.compile, given.anchors, tuple(given.phases), tuple(given.shares),
                         report_every=given.report_every)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    longest = model.config.text_config.max_position_embeddings
+    for name in ("short", "long"):
+        if getattr(given, name) > longest:
+            raise ValueError(f"Training: --{name} must be at most {longest}, the context of this model, got "
+                             f"{getattr(given, name)}.")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first:
+        _check_writable(given.out, given.log)
         print(f"{parameter_count(model):,} parameters on {device}")
-    train(model, masters, settings, tokenizer_dir, given.log)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    clock, code = Clock(settings), 0
+    try:
+        train(model, masters, clock, tokenizer_dir, given.log)
+    except KeyboardInterrupt:
+        if clock.step == 0 or dist.is_initialized():  # nothing is learned yet; other ranks may be a step further
+            raise
+        print(f"\nstopped after step {clock.step}; writing the weights as they are", file=sys.stderr)
+        code = INTERRUPTED
+    if first:
+        odd = [name for name, value in masters.values.items() if not bool(value.isfinite().all())]
+        if odd:
+            raise ValueError(f"Training: after step {clock.step}, {len(odd)} of {len(masters.values)} weights are not finite, "
+                             f"{odd[0]} among them; nothing is exported. Try a lower --rate.")
         export(masters.values, masters.formats, values, tokenizer_dir / "tokenizer.json", given.out)
         print(f"{given.out}: checkpoint written")
     if dist.is_initialized():
         dist.destroy_process_group()
+    return code
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -154,14 +156,23 @@ def stored_tensors(values: Mapping[str, Tensor], formats: Mapping[str, str]) -> 
 
 def export(values: Mapping[str, Tensor], formats: Mapping[str, str], config: Mapping[str, Any], tokenizer: Path,
            folder: Path) -> None:
-    """Write a native checkpoint: config.json, tokenizer.json, shards of at most SHARD_BYTES, the index last."""
-    tensors = stored_tensors(values, formats)
+    """Write a native checkpoint: config.json, tokenizer.json, shards of at most SHARD_BYTES, the index last.
+
+    A checkpoint that lies in the folder is replaced when the new one is whole; before, whatever fails leaves it as it is.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (folder / INDEX, *folder.glob("model*.safetensors")):
-        old.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as new:
+        names = _write(stored_tensors(values, formats), config, tokenizer, Path(new))
+        for old in (folder / INDEX, *folder.glob("model*.safetensors")):  # without its index, no file is a checkpoint
+            old.unlink(missing_ok=True)
+        for name in names:
+            os.replace(Path(new) / name, folder / name)
+
+
+def _write(tensors: Mapping[str, Tensor], config: Mapping[str, Any], tokenizer: Path, folder: Path) -> list[str]:
+    """Write the files of a checkpoint into an empty folder; their names, the index last."""
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    if tokenizer.resolve() != (folder / "tokenizer.json").resolve():
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -178,6 +189,7 @@ def export(values: Mapping[str, Tensor], formats: Mapping[str, str], config: Map
         weight_map.update(dict.fromkeys(shard, file))
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     (folder / INDEX).write_bytes(json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return ["config.json", "tokenizer.json", *dict.fromkeys(weight_map.values()), INDEX]
 
 
 def read_masters(model: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inference import command
 from inference.config import VisionConfig
 from inference.encoding import encode_chat, parse_completion
 from inference.image_processor import process_image, validate_token_types
@@ -413,6 +414,19 @@ def test_every_test_picture_has_a_combination_that_no_training_picture_has():
     assert len(trained) > 100
 
 
+def test_a_code_follows_three_tokens_that_all_forms_share():
+    """Name, surname and colon are one key of an n-gram memory; the token before them differs between the forms."""
+    keys, before = {}, set()
+    for found in EPISODES["text", "train"]:
+        for question in found.questions:
+            if question.task == "memory":
+                key = TOKENIZER.decode(found.ids[question.start - 3:question.start])
+                keys[key] = TOKENIZER.decode(found.ids[question.start:question.end])
+                before.add(found.ids[question.start - 4])
+    assert len(keys) > 50 and len(before) > 1
+    assert keys.items() <= {(f" {fact.name} {fact.surname}:", f" {fact.code}") for fact in world.MEMORY_FACTS}
+
+
 def test_codes_are_asked_for_in_other_words():
     forms = {split: {re.sub(r"\w+ \w+:$", "", line[0].text) for line in
                      (lines.memory(lines.random.Random(seed), split) for seed in range(100))} for split in SPLITS}
@@ -461,12 +475,24 @@ def test_any_text_comes_back():
 
 
 def test_command_prints_an_episode_with_its_answers_marked(capsys):
-    corpus.main(["--seed", "3", "--tokens", "200", "--kind", "text", "--split", "test"])
+    assert corpus.main(["--seed", "3", "--tokens", "200", "--kind", "text", "--split", "test"]) == 0
     shown = capsys.readouterr().out
     found = episode(3, 200, "test", TOKENIZER, kind="text")
     assert shown.count("[[") == len(found.questions) and f"{len(found.questions)} questions" in shown
-    with pytest.raises(SystemExit, match="at least 128"):
-        corpus.main(["--tokens", "9"])
+
+
+@pytest.mark.parametrize("tokens, reason", [("10", "at least 128"), ("99999999999", "at most 1048576")])
+def test_command_refuses_lengths(tokens, reason):
+    for more in ([], ["--speed"]):
+        with pytest.raises(ValueError, match=reason):
+            corpus.main(["--kind", "chat", "--tokens", tokens, *more])
+
+
+def test_command_exits_as_the_others_do():
+    with pytest.raises(SystemExit) as stopped:
+        corpus.main(["--tokens", "abc"])
+    assert stopped.value.code == 3
+    assert command.run(lambda: corpus.main(["--tokens", "10"])) == 3
 
 
 def test_tools_fit_the_format():

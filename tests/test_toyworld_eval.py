@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -278,6 +279,43 @@ def test_sections_are_printed(capsys, monkeypatch, exact, drafted) -> None:
     with pytest.raises(SystemExit) as stopped:
         evaluate.main(["--only", "speed"])
     assert stopped.value.code == 3
+
+
+def test_questions_about_pictures_by_kind() -> None:
+    assert evaluate.picture_kind("<｜User｜>Where?<｜User｜><｜deepseek_image｜>Where is the red cross?<｜Assistant｜><think>"
+                                 ) == "Where is the C S?"
+    assert evaluate.picture_kind("<｜User｜>What is at the middle left?<｜Assistant｜></think>") == "What is at the P?"
+    found = episode(0, 400, "test", TOKENIZER, kind="picture")
+    wrong = found.questions[0]
+    logits = F.one_hot(torch.tensor(found.ids[1:] + [0]), TOKENIZER.vocab_size).to(torch.float32)
+    logits[wrong.start - 1].neg_()
+    model, chat = stub_model(logits), episode(0, 400, "test", TOKENIZER, kind="chat")
+    model.config.vision_config = inference.config.Config.from_file(CHECKPOINT).vision_config
+    own = evaluate.measure_pictures(model, [found], TOKENIZER)
+    kind = evaluate.picture_kind(TOKENIZER.decode(found.ids[:wrong.start]))
+    assert dict(own.asked - own.right) == {kind: 1} and own.asked.total() == len(found.questions)
+    assert not evaluate.measure_pictures(stub_model(torch.zeros(len(chat.ids), 9)), [chat], TOKENIZER).asked
+    one = evaluate.Scores(0.0, Counter({"B?": 1}), {"B?": 2, "A?": 1})
+    assert evaluate.picture_lines({"x": one, "y": evaluate.Scores(0.0, {"B?": 3}, {"B?": 3})}) == [
+        ["question", "x", "questions", "y", "questions"], ["A?", "0%", "1", "-", "0"], ["B?", "50%", "2", "100%", "3"],
+        ["all", "33%", "3", "100%", "3"]]
+
+
+def test_section_pictures_shows_both_splits(capsys, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr(evaluate, "episode", lambda seed, *rest, **kind: seen.append((seed, *rest[:2])) or seed)
+    monkeypatch.setattr(evaluate, "measure_pictures", lambda model, episodes, tokenizer: evaluate.Scores(
+        0.0, {"Where?": len(list(episodes))}, {"Where?": 8}))
+    assert evaluate.main(["--only", "pictures", "--episodes", "1"]) == 0
+    assert seen == [(0, 512, "test"), (1, 512, "test"), (10**9, 512, "train"), (10**9 + 1, 512, "train")]
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[2:]] == [
+        [name, "25%", "8", "25%", "8"] for name in ("Where?", "all")]
+
+
+def test_another_tokenizer_is_refused(nano_dir) -> None:
+    """The nano model has as many ids, so its answers would be counted, all as wrong."""
+    with pytest.raises(ValueError, match="another tokenizer"):
+        evaluate.main(["--ckpt", str(nano_dir), "--only", "distance"])
 
 
 @pytest.mark.parametrize("arguments, reason", [

@@ -16,7 +16,6 @@ Test: tests/test_toyworld_corpus.py
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import random
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from PIL import Image
 
+from inference.command import Parser, run
 from inference.encoding import BOS
 from inference.tokenizer import Tokenizer
 from reference.toyworld import chats, lines, world
@@ -37,6 +37,7 @@ CHECKPOINT = Path(__file__).parent / "checkpoint"
 KINDS = ("text", "chat", "picture")
 KIND_SHARES = (0.65, 0.15, 0.20)  # ours
 SHORTEST = 128  # ours: tokens; below, a conversation may not fit
+LONGEST = 1 << 20  # official: context of the published model; ten seconds to make
 NEAREST = 6  # ours: tokens from a fact to the line that asks for it, at least
 
 
@@ -75,7 +76,7 @@ def episode(seed: int, tokens: int, split: str, tokenizer: Tokenizer, *, kind: s
 
     split: "train" or "test". kind: "text", "chat" or "picture"; None draws one (65%, 15%, 20%). For the model, every
     picture goes through inference.image_processor.process_image.
-    Raises ValueError for another split or kind, and for fewer than 128 tokens.
+    Raises ValueError for another split or kind, and for fewer than SHORTEST or more than LONGEST tokens.
     """
     if split not in ("train", "test"):
         raise ValueError(f"Making an episode: split must be train or test, got {split!r}.")
@@ -83,6 +84,8 @@ def episode(seed: int, tokens: int, split: str, tokenizer: Tokenizer, *, kind: s
         raise ValueError(f"Making an episode: kind must be one of {', '.join(KINDS)} or None, got {kind!r}.")
     if tokens < SHORTEST:
         raise ValueError(f"Making an episode: wanted at least {SHORTEST} tokens, got {tokens}. Ask for a longer one.")
+    if tokens > LONGEST:
+        raise ValueError(f"Making an episode: wanted at most {LONGEST} tokens, got {tokens}. Ask for a shorter one.")
     rng = random.Random(f"toyworld {split} {seed} {tokens} {kind}")
     if kind is None:
         kind = rng.choices(KINDS, KIND_SHARES)[0]
@@ -206,24 +209,22 @@ def _measure(tokens: int, split: str, kind: str | None, tokenizer: Tokenizer) ->
     return f"{made / seconds:,.0f} tokens/s on one core ({what})"
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m reference.toyworld.corpus", description=__doc__.split("\n")[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(prog="python -m reference.toyworld.corpus", description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=300, help=f"{SHORTEST} to {LONGEST}")
     parser.add_argument("--kind", choices=KINDS)
     parser.add_argument("--split", choices=("train", "test"), default="train")
     parser.add_argument("--speed", action="store_true", help="measure how many tokens are made per second")
     options = parser.parse_args(arguments)
-    try:
-        tokenizer = load_tokenizer()
-        if options.speed:
-            print(_measure(options.tokens, options.split, options.kind, tokenizer))
-        else:
-            found = episode(options.seed, options.tokens, options.split, tokenizer, kind=options.kind)
-            print(describe(found, tokenizer))
-    except ValueError as error:
-        sys.exit(str(error))
+    tokenizer = load_tokenizer()
+    if options.speed:
+        print(_measure(options.tokens, options.split, options.kind, tokenizer))
+    else:
+        found = episode(options.seed, options.tokens, options.split, tokenizer, kind=options.kind)
+        print(describe(found, tokenizer))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

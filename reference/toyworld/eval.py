@@ -3,7 +3,8 @@
     python -m reference.toyworld.eval [--ckpt DIR] [--only SECTION ...] [--episodes N] [--tokens 1024] [--prompts N]
                                       [--new-tokens N] [--questions N] [--markdown]
 
-prints these sections, all on episodes of the test split; five to six minutes on one core:
+prints these sections, on episodes of the test split (pictures: also on new ones of the other); about six minutes on one
+core. The checkpoint must have the toy tokenizer.
 
 ablations    one row per variant of the same weights: the model as it is, the model with one mechanism disturbed
              (`VARIANTS`), and a 4-gram model of the corpus
@@ -13,12 +14,14 @@ ablations    one row per variant of the same weights: the model as it is, the mo
                 sliding window, where plain attention sees it, and beyond, where only compressed rows can carry it.
                 "chat" counts tool calls too.
 distance     retrieval by distance in octaves, the sliding window being the first; twice as many text episodes
+pictures     questions about pictures by kind ("Where is the C S?": C a color, S a shape, P a place), for pictures with a
+             combination that training held out and for new ones without; twice as many episodes of each
 drafts       DSpark against decoding without drafts, then the calibration of its confidence head: eval_drafts.py
 prefill      the shorter prefill modes against the full one: eval_drafts.py
 
 Ablations replace functions of inference/ from outside for the length of a `with` block; the model holds no switch for
 them. The weights were trained with everything on: a row says what the trained model relies on, not how good a model
-trained without the mechanism would be. The first two sections run in native numerics, the others in float32.
+trained without the mechanism would be. The first three sections run in native numerics, the others in float32.
 
 Leaves out: free answers (answers are teacher-forced).
 Test: tests/test_toyworld_eval.py
@@ -27,6 +30,8 @@ Test: tests/test_toyworld_eval.py
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,17 +50,18 @@ import inference
 import inference.attention
 from inference.command import Parser, run
 from inference.context import Context
+from inference.encoding import IMAGE, USER
 from inference.engram import Engram
 from inference.hyper_connections import Mixes, collapse, expand
 from inference.image_processor import process_image
 from inference.indexer import Indexer
 from inference.model import Layer, Model
 from inference.tokenizer import Tokenizer
-from reference.toyworld import eval_drafts
+from reference.toyworld import eval_drafts, world
 from reference.toyworld.corpus import CHECKPOINT, SHORTEST, Episode, Question, episode
 from reference.toyworld.eval_drafts import GREEDY, KINDS, SAMPLED, Lines
 
-SECTIONS = ("ablations", "distance", "drafts", "prefill")
+SECTIONS = ("ablations", "distance", "pictures", "drafts", "prefill")
 COLUMNS = ("retrieval in window", "retrieval beyond", "memory", "copy", "chat", "picture")
 EPISODES = 10  # ours: text episodes by default; with a fifth as many chats and pictures two minutes on one core
 OTHER_SHARE = 5  # ours: one chat and one picture episode for so many of text
@@ -63,6 +69,8 @@ ORDER = 4  # ours: of the n-gram baseline
 NGRAM_EPISODES = 1000  # ours: training text of the baseline, about a million tokens
 NOISE_SEED = 0  # ours
 DISTANCE_EPISODES = 2  # ours: text episodes of "distance" for each of --episodes; the longest distances are rare
+PICTURE_EPISODES, PICTURE_TOKENS = 2, 512  # ours: of each split for each of --episodes; --tokens at most
+NEW_PICTURES = 10**9  # ours: first seed of new pictures; training draws seeds below 2**48, and hardly these
 PROMPTS, NEW_TOKENS = 24, 80  # ours: continued with and without drafts, two minutes on one core
 QUESTIONS = 60  # ours: asked after each prefill mode, a minute
 
@@ -227,6 +235,27 @@ def measure_distance(model: Model, episodes: Iterable[Episode]) -> dict[int, tup
     return dict(sorted(found.items()))
 
 
+def picture_kind(before: str) -> str:
+    """The kind of the question that ends the text `before` an answer: "Where is the red cross?" -> "Where is the C S?"."""
+    asked = before.rsplit(USER, 1)[-1].replace(IMAGE, "").split("<")[0].strip()
+    for letter, words in (("C", "|".join(world.PAINTS)), ("S", "|".join(world.SHAPES)),
+                          ("P", "(?:top|middle|bottom) (?:left|middle|right)")):
+        asked = re.sub(rf"\b(?:{words})\b", letter, asked)
+    return asked
+
+
+def measure_pictures(model: Model, episodes: Iterable[Episode], tokenizer: Tokenizer) -> Scores:
+    """Questions about pictures by `picture_kind`. The loss is not measured (NaN)."""
+    right, asked = Counter(), Counter()
+    for found in episodes:
+        for question, answered in answers(episode_logits(model, found), found):
+            if question.task == "picture":
+                kind = picture_kind(tokenizer.decode(found.ids[:question.start]))
+                asked[kind] += 1
+                right[kind] += answered
+    return Scores(float("nan"), right, asked)
+
+
 class Ngram:
     """Counts of 1- to n-grams, mixed by Witten-Bell back-off; below single tokens lies the uniform distribution.
 
@@ -311,6 +340,21 @@ def distance_lines(octaves: Mapping[int, tuple[int, int]], window: int) -> Lines
             ["questions", *(str(asked) for _, asked in octaves.values())]]
 
 
+def picture_lines(columns: Mapping[str, Scores]) -> Lines:
+    """The table of `measure_pictures`, by title of the column. The last row is of all questions."""
+    lines = [["question", *(cell for title in columns for cell in (title, "questions"))]]
+    for kind in sorted(set().union(*(own.asked for own in columns.values()))):
+        lines.append([kind])
+        for own in columns.values():
+            share = own.share(kind)
+            lines[-1] += ["-" if share is None else f"{share:.0%}", str(own.asked.get(kind, 0))]
+    lines.append(["all"])
+    for own in columns.values():
+        asked = sum(own.asked.values())
+        lines[-1] += [f"{sum(own.right.values()) / asked:.0%}" if asked else "-", str(asked)]
+    return lines
+
+
 def table(lines: Lines, markdown: bool = False) -> str:
     """Lines as text with aligned columns: the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -339,6 +383,15 @@ def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> I
         episodes = evaluation_episodes(tokenizer, DISTANCE_EPISODES * given.episodes, 0, given.tokens)
         octaves = measure_distance(model, tqdm(episodes, desc="distance", unit="episode", file=sys.stderr))
         yield "Retrieval by distance in tokens", distance_lines(octaves, text.sliding_window)
+    if "pictures" in wanted:
+        columns = {}
+        for title, split, first in (("held out", "test", 0), ("not held out", "train", NEW_PICTURES)):
+            made = [episode(first + seed, min(given.tokens, PICTURE_TOKENS), split, tokenizer, kind="picture")
+                    for seed in range(PICTURE_EPISODES * given.episodes)]
+            columns[title] = measure_pictures(model, tqdm(made, desc=f"pictures, {title}", unit="episode", file=sys.stderr),
+                                              tokenizer)
+        yield ("Questions answered about new pictures, with and without a combination that training held out",
+               picture_lines(columns))
     if not {"drafts", "prefill"} & set(wanted):
         return
     model = inference.load(given.ckpt, numerics="float32")
@@ -364,7 +417,11 @@ def sections(given: argparse.Namespace, model: Model, tokenizer: Tokenizer) -> I
 
 
 def _check(given: argparse.Namespace, model: Model) -> None:
-    """Raises ValueError for numbers that cannot be used."""
+    """Raises ValueError for a checkpoint with another tokenizer than the corpus, and for numbers that cannot be used."""
+    own, wanted = (json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) for folder in (given.ckpt, CHECKPOINT))
+    if own != wanted:
+        raise ValueError(f"Evaluating the toy model: {given.ckpt} has another tokenizer than the toy model, so the corpus is "
+                         "foreign to it. Give a checkpoint of reference.train.")
     text = model.config.text_config
     least = {"episodes": 1, "tokens": SHORTEST, "questions": 1, "prompts": 2 * len(KINDS),
              "new_tokens": text.dspark_block_size + 2}  # a call sends at most two drafts fewer than tokens are wanted

@@ -4,7 +4,7 @@ A cell is one position of the text model: patches of 14 pixels, three by three o
 Canvases are 2 x 2, 2 x 3 and 3 x 2 cells, so no picture is resized on its way into the model.
 
 The test split holds out combinations (shape, color, cell): a training picture has none of them, and every test picture
-has at least one, about which its questions ask.
+has at least one; questions about it come first.
 
 Leaves out: the conversation around a picture (chats.py). Test: tests/test_toyworld_corpus.py
 """

@@ -2,7 +2,7 @@
 
 Names and surnames, adjectives and nouns are short words that the tokenizer holds as one token each. MEMORY_FACTS gives
 1,500 people a code of two words; no episode states one before it asks for it, so only trained weights can know it. A
-code follows "name surname:", four tokens that an n-gram memory sees as one key.
+code follows "name surname:", three tokens that an n-gram memory sees as one key.
 
 Leaves out: how the words become text (lines.py). Test: tests/test_toyworld_corpus.py
 """
