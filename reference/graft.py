@@ -28,6 +28,7 @@ from inference.quant import fake_quant_fp4_e4m3
 from inference.rope import rotate
 
 Point = tuple[str, Tensor]
+DRAFT_PARTS = ("logits", "confidence", "draft_ids")  # what a decode trace records of a draft, after its conditioning
 
 
 class Recorded:
@@ -36,10 +37,15 @@ class Recorded:
     def __init__(self, points: Mapping[str, Tensor]) -> None:
         self.points = points
 
-    def use(self, name: str, computed: Tensor) -> Tensor:
-        """The recorded tensor in the dtype of the computed one, else the computed one. Float dtypes may differ."""
+    def use(self, name: str, computed: Tensor, limit: int | None = None) -> Tensor:
+        """The recorded tensor in the dtype of the computed one, else the computed one. Float dtypes may differ.
+
+        limit: of indices from -1 to limit - 1; others cannot be used, and the comparison of this point tells.
+        """
         recorded = self.points.get(name)
         if recorded is None or recorded.shape != computed.shape:
+            return computed
+        if limit is not None and recorded.numel() and not (-1 <= int(recorded.min()) and int(recorded.max()) < limit):
             return computed
         return recorded.to(computed.dtype)
 
@@ -61,7 +67,8 @@ def prefill_points(model: Model, trace: Recorded, input_ids: Tensor, token_types
             if plan.engram_slot is not None:
                 ids = model.engram_hash.hash_ids(folded, cache.engram_look_back(), plan.engram_slot)
                 yield f"{plan.name}.engram.hash_ids", ids
-                hash_ids[plan.layer_id] = trace.use(f"{plan.name}.engram.hash_ids", ids)
+                hash_ids[plan.layer_id] = trace.use(f"{plan.name}.engram.hash_ids", ids,
+                                                    text.engram_num_embeddings[plan.engram_slot])
 
     embedded = model.embed(input_ids, model.numerics)
     if image_mask is not None:
@@ -174,22 +181,24 @@ def draft_cache(model: Model, main_hidden: Tensor) -> Cache:
 
 
 def drafts_again(model: Model, points: Mapping[str, Tensor], split: int, tokens: int, gap: float) -> dict[str, Tensor]:
-    """All drafts of decode steps, each from the conditioning recorded before it; {} where some of that is missing.
+    """Recorded draft points again, each draft from the conditioning recorded before it; left out where that is incomplete.
 
     points: "prefill.mtp.main_hidden" [B, split, targets * D] and "stepN.mtp.main_hidden" [B, 1, targets * D] up to tokens - 1;
-    drafts "stepN.mtp.logits", "confidence" and "draft_ids" [B, 1 + G]. Anchor and choices are the recorded draft_ids, so that
-    one other choice does not change all that follow. Returned as draft_ids are those, where their logits are as good as the
-    best up to `gap` in RMS of the logits, else the best.
+    drafts "stepN.mtp.logits" [B, G, V], "confidence" and "draft_ids" [B, 1 + G], any of them. Anchor and choices are the
+    recorded ones (`recorded_choices`), so that one other choice does not change all that follow. Returned as draft_ids are
+    those, where their logits are as good as the best up to `gap` in RMS of the logits, else the best.
     """
     calls = ["prefill", *(f"step{step}" for step in range(split, tokens))]
-    if any(f"{call}.mtp.main_hidden" not in points for call in calls):
-        return {}
-    hidden = torch.cat([points[f"{call}.mtp.main_hidden"] for call in calls], dim=1)
+    conditioning: list[Tensor] = []
     drafts: dict[str, Tensor] = {}
-    for number, call in enumerate(calls):
-        if not all(f"{call}.mtp.{part}" in points for part in ("logits", "confidence", "draft_ids")):
+    for call in calls:
+        if f"{call}.mtp.main_hidden" not in points:
+            break
+        conditioning.append(points[f"{call}.mtp.main_hidden"])
+        recorded = [part for part in DRAFT_PARTS if f"{call}.mtp.{part}" in points]
+        ids = recorded_choices(points, call) if recorded else None
+        if ids is None:
             continue
-        ids = points[f"{call}.mtp.draft_ids"].to(torch.int64)
         chosen, given = [ids[:, 0]], iter(ids[:, 1:].unbind(1))
 
         def choose(logits: Tensor, chosen=chosen, given=given) -> Tensor:
@@ -199,10 +208,22 @@ def drafts_again(model: Model, points: Mapping[str, Tensor], split: int, tokens:
             chosen.append(torch.where(close, known, logits.argmax(-1)))
             return known
 
-        draft = model.draft(ids[:, 0], draft_cache(model, hidden[:, :split + number]), choose=choose)
-        drafts |= {f"{call}.mtp.logits": draft.logits, f"{call}.mtp.confidence": draft.confidence,
-                   f"{call}.mtp.draft_ids": torch.stack(chosen, dim=1)}
+        draft = model.draft(ids[:, 0], draft_cache(model, torch.cat(conditioning, dim=1)), choose=choose)
+        computed = {"logits": draft.logits, "confidence": draft.confidence, "draft_ids": torch.stack(chosen, dim=1)}
+        drafts |= {f"{call}.mtp.{part}": computed[part] for part in recorded}
     return drafts
+
+
+def recorded_choices(points: Mapping[str, Tensor], call: str) -> Tensor | None:
+    """Anchor and choices [B, 1 + G] int64 of the draft after `call`: the recorded ones, else the best of recorded logits.
+
+    None if the trace has neither.
+    """
+    if f"{call}.mtp.draft_ids" in points:
+        return points[f"{call}.mtp.draft_ids"].to(torch.int64)
+    if f"{call}.logits" in points and f"{call}.mtp.logits" in points:
+        return torch.cat((points[f"{call}.logits"].argmax(-1)[:, None], points[f"{call}.mtp.logits"].argmax(-1)), dim=1)
+    return None
 
 
 def steps_as_prompt(calls: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -308,4 +329,4 @@ class _AttentionPoints:
             scores = scores.masked_fill(~self.shared.candidates[config.candidate_source_layer_id], float("-inf"))
         selection = select_columns(scores, config.index_topk)
         yield f"{name}.topk", selection
-        self.shared = self.shared.publish("selections", plan.layer_id, trace.use(f"{name}.topk", selection))
+        self.shared = self.shared.publish("selections", plan.layer_id, trace.use(f"{name}.topk", selection, scores.shape[-1]))

@@ -7,7 +7,7 @@ Three judgements, one Verdict each
     judge         float32. Both must agree within FLOAT32_BOUND, up to close decisions that are proven (reference/flips.py).
     judge_modules BF16. Every module from recorded inputs decides; then the run end to end must consist of the same
                   modules, each recomputed from the run's own values before it. Where that run leaves the trace is
-                  information: one rounding is amplified at will.
+                  information: one rounding is amplified at will, and so is a systematic error below the bound.
     judge_steps   BF16 decode steps, which record no inputs of modules. The run must consist of the modules of one whole
                   prompt, drafts decide from recorded conditioning, and end to end only gross errors count.
 One point: relative L2 for floats, equality for integers, equality up to exact ties for selections (`compare`).
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from reference.flips import Arbiter, Decision, explain, reproduce, rows_off
+from reference.graft import DRAFT_PARTS
 from reference.metrics import compare_selections, relative_l2, worst_entry
 
 EQUAL, DIVERGED, NOT_COMPARABLE, BAD_INPUT = 0, 1, 2, 3
@@ -111,8 +112,9 @@ def judge(name: str, points: dict[str, Tensor], graft: Graft | None, run: Run) -
     """Verdict in float32, where right implementations differ by 1e-6, or by a whole code where one rounding falls otherwise.
 
     Index queries and keys are quantized inside a module without being recorded, so flips are searched for in the graft too.
-    An error end to end that no few flips explain, but which is small and absent from every module, is many of them. graft:
-    None if the trace has no inputs of modules.
+    A small error end to end that is absent from every module, and that a located flip makes less but few do not explain, is
+    many of them. Without a located flip it is a small mistake, as of an epsilon. graft: None if the trace has no inputs of
+    modules.
     """
     def modules(arbiter: Arbiter) -> Points:
         with arbiter.active():
@@ -136,9 +138,11 @@ def judge(name: str, points: dict[str, Tensor], graft: Graft | None, run: Run) -
     if wrong is None:
         notes += [f"legitimate flip: {decision}; taken the other way, all points agree" for decision in taken]
         text += f", {len(taken)} legitimate flip(s)" if taken else ""
-    elif grafted and largest <= FLIP_BOUND:
-        notes += [f"end to end out of bounds from {_first_wrong(plain).name} on (largest error {largest:.2g}); absent from "
-                  "recorded inputs, so rounding flips, not located one by one"]
+    elif grafted and taken and largest <= FLIP_BOUND:
+        notes += [f"legitimate flip: {decision}; taken the other way, more points agree" for decision in taken]
+        notes += [f"end to end out of bounds from {_first_wrong(plain).name} on (largest error {largest:.2g}), with those "
+                  f"flips from {wrong.name} on; absent from recorded inputs, so taken as more rounding flips, not located one "
+                  "by one"]
         ended = plain
     else:  # some of the differences may be flips; what is left is the finding
         return _diverged(name, "End to end", wrong, [*notes, *(f"legitimate flip: {decision}" for decision in taken)])
@@ -172,11 +176,10 @@ def judge_modules(name: str, points: dict[str, Tensor], graft: Graft, run: Run) 
                          wrong, notes)
     departs, flips = _departure(points, run)
     notes += flips
+    worst = max(grafted, key=lambda one: one.error)
     if departs and "logits" in points:
         error = relative_l2(own["logits"], points["logits"])
-        notes.append(f"end to end, logits are {error:.2g} off: roundings that fell the other way, amplified; every module from "
-                     "recorded inputs agrees")
-    worst = max(grafted, key=lambda one: one.error)
+        notes.append(f"end to end, logits are {error:.2g} off; {_known(worst)}")
     text = f"{len(grafted)} points from recorded inputs; {_end_text(points, departs)}"
     return Verdict(name, EQUAL, text, worst.error, worst.name, departs, notes)
 
@@ -187,9 +190,12 @@ def judge_steps(name: str, points: dict[str, Tensor], own: dict[str, Tensor], jo
 
     own: the points of a run. joined: all it observed, by position over the whole prompt, which `graft` recomputes as one
     prompt: steps and caches may not change what a module computes. redraft(given): every draft again, from the conditioning
-    in `given`; from the run's own too, where a mistake in the caches of the drafts would show.
+    in `given`, where it is complete; from the run's own too, where a mistake in the caches of the drafts would show. Drafts
+    without recorded conditioning are judged end to end if the run stays within bounds, else not at all: not comparable.
     """
     _require_all(points, own)
+    for point in points:
+        _require_same_kind(point, own[point], points[point])
     compared, wrong, notes = _settled(lambda: graft(joined, Arbiter()), joined)
     if wrong is not None:
         return _diverged(name, "Step by step", wrong, notes)
@@ -201,6 +207,9 @@ def judge_steps(name: str, points: dict[str, Tensor], own: dict[str, Tensor], jo
     if wrong is not None:
         return _diverged(name, "From its own conditioning", wrong, notes)
     text += f", {len(drafts)} of drafts from recorded conditioning" if drafts else ""
+    judged = {one.name for one in drafts}
+    unjudged = [point for point in points if _is_draft(point) and point not in judged]
+    worst = max((*compared, *drafts), key=lambda one: one.error)
     departs, flips = _departure(points, run)
     notes += flips
     for part in ("logits", "mtp.main_hidden"):
@@ -218,10 +227,16 @@ def judge_steps(name: str, points: dict[str, Tensor], own: dict[str, Tensor], jo
             detail = f"{worst_entry(own[point], points[point])}; all rows of {part} are {error:.2g} off, one row {row:.2g}"
             return _diverged(name, "End to end", Compared(point, error, math.inf, detail), notes, departs)
         if departs:
-            notes.append(f"end to end, all rows of {part} are {error:.2g} off: roundings that fell the other way, amplified")
+            notes.append(f"end to end, all rows of {part} are {error:.2g} off; {_known(worst)}")
+    missing = next((point for point in own if point.endswith("mtp.main_hidden") and point not in points), "draft_ids")
+    if departs and unjudged:
+        raise NotComparable(f"drafts cannot be judged: {missing} is not recorded, which {unjudged[0]} ({len(unjudged)} such "
+                            f"points) was computed from, and end to end the run departs at {departs}")
+    if unjudged:
+        notes.append(f"{len(unjudged)} points of drafts, {unjudged[0]} the first, could not be judged from recorded "
+                     f"conditioning: {missing} is not recorded; end to end they agree")
     if departs:
         notes.append("this trace has no inputs of backbone modules; a prefill trace of the same numerics judges those")
-    worst = max((*compared, *drafts), key=lambda one: one.error)
     return Verdict(name, EQUAL, f"{text}; {_end_text(points, departs)}", worst.error, worst.name, departs, notes)
 
 
@@ -231,8 +246,10 @@ def _judge_drafts(drafts: dict[str, Tensor], points: dict[str, Tensor]) -> tuple
     Five tokens through three stages: single drafts vary, so all of a trace are judged together, and each one by a wider bound.
     """
     compared = [compare(name, value, points[name], DRAFT_BOUND) for name, value in drafts.items()]
-    for part in ("mtp.logits", "mtp.confidence") if drafts else ():
+    for part in ("mtp.logits", "mtp.confidence"):
         names = [name for name in drafts if name.endswith(part)]
+        if not names:
+            continue
         error = relative_l2(*(torch.cat([values[name].flatten() for name in names]) for values in (drafts, points)))
         if not error <= DRAFT_BOUND:
             first = next(one for one in compared if one.name in names and not one.error <= DRAFT_BOUND)
@@ -293,10 +310,7 @@ def compare(name: str, actual: Tensor, expected: Tensor, bound: float, scores: T
 
     Raises NotComparable for another shape, or a float where an integer is expected.
     """
-    if actual.shape != expected.shape:
-        raise NotComparable(f"{name} has shape {list(expected.shape)} in the trace, this model gives {list(actual.shape)}")
-    if expected.dtype.is_floating_point != actual.dtype.is_floating_point:
-        raise NotComparable(f"{name} is {expected.dtype} in the trace, this model gives {actual.dtype}")
+    _require_same_kind(name, actual, expected)
     if not expected.dtype.is_floating_point:
         if name.endswith(".topk"):
             verdict, detail = compare_selections(actual, expected, scores, 0.0)
@@ -339,6 +353,25 @@ def _require_all(points: dict[str, Tensor], names: Iterable[str]) -> None:
     missed = sorted(set(points) - set(names))
     if missed:
         raise NotComparable(f"this model has no point called {missed[0]} ({len(missed)} such points)")
+
+
+def _require_same_kind(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Raise NotComparable for another shape, or a float where an integer is expected."""
+    if actual.shape != expected.shape:
+        raise NotComparable(f"{name} has shape {list(expected.shape)} in the trace, this model gives {list(actual.shape)}")
+    if expected.dtype.is_floating_point != actual.dtype.is_floating_point:
+        raise NotComparable(f"{name} is {expected.dtype} in the trace, this model gives {actual.dtype}")
+
+
+def _is_draft(point: str) -> bool:
+    """Whether a point of a decode trace is a result of a draft, "stepN.mtp.logits" for example."""
+    return ".mtp." in point and point.rpartition(".")[2] in DRAFT_PARTS
+
+
+def _known(worst: Compared) -> str:
+    """What is known of a run in BF16 that leaves the trace although its modules agree."""
+    return (f"every module agrees from its inputs within {NATIVE_BOUND:g} (largest {worst.error:.2g} at {worst.name}), so "
+            "roundings or a small systematic error; a float32 trace tells them apart")
 
 
 def _first_wrong(compared: Iterable[Compared]) -> Compared | None:

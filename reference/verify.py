@@ -9,7 +9,7 @@ safetensors file per trace. What is checked depends on the name:
     decode.*                           teacher-forced steps, end to end, a draft after each step
 Bounds (relative L2; all of them and their sources: verdicts.py)
     float32: 2e-5 from recorded inputs and end to end. A larger end-to-end error is accepted only if close rounding decisions
-    or ties, taken the other way, bring it below the bound (flips.py); they are listed.
+    or ties, taken the other way, bring it below the bound (flips.py), or further along and it is at most 2e-3; they are listed.
     native, dequantized: every module decides, 1e-2 from recorded inputs. A row of it that is further off, or a choice that
     differs, is accepted only if close roundings, taken the other way, give the recorded one (flips.py); they are listed.
     End to end one rounding is amplified at will, and another device rounds some of them otherwise. So the run end to end must
@@ -17,7 +17,8 @@ Bounds (relative L2; all of them and their sources: verdicts.py)
     it leaves the recorded values is information, "end to end departs at POINT, row R"; close ties are looked for.
     A decode trace records no inputs of backbone modules. There the steps must agree with the modules of one whole prompt, every
     draft from recorded conditioning with the recorded one (4e-2 over all drafts), and logits and conditioning end to end
-    within 0.35. What a module of the backbone computes is checked by a prefill trace of the same numerics.
+    within 0.35. Drafts without complete conditioning must agree end to end, else the trace is not comparable. What a module of
+    the backbone computes is checked by a prefill trace of the same numerics.
     No single entry may differ by more than ten times the bound, relative to its own size plus the tensor's RMS: a single
     corrupted value would drown in a norm.
 Notes say which decisions were taken the other way, by the point computed last before each and the place: "after
@@ -31,8 +32,10 @@ Tests: tests/test_verify.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,13 +46,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 import inference
+from inference.cache import Cache
 from inference.checkpoint import WEIGHT_MODES
 from inference.command import Parser, run
 from inference.image_processor import ImageInput
 from inference.model import Model
 from inference.numerics import MODES, full_precision
 from reference.flips import Arbiter
-from reference.graft import Recorded, draft_points, drafts_again, prefill_points, steps_as_prompt
+from reference.graft import DRAFT_PARTS, Recorded, draft_points, drafts_again, prefill_points, steps_as_prompt
 from reference.metrics import relative_l2
 from reference.verdicts import (BAD_INPUT, CHOICE_GAP, DIVERGED, EQUAL, NOT_COMPARABLE, OTHER_ROW, OTHER_ROW_FLOAT32, SAME_ROW,
                                 SAME_ROW_FLOAT32, WORDS, NotComparable, Points, Verdict, judge, judge_modules, judge_steps)
@@ -81,13 +85,18 @@ def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, 
         mode = (entry["numerics"], entry["fake_quant"])
         if mode not in models:
             models[mode] = inference.load(checkpoint, device, numerics=mode[0], fake_quant=mode[1], weights=weights)
-        tensors = {point: value.to(device) for point, value in _read_trace(folder, name, entry).items()}
+        tensors, notes = _ascending({point: value.to(device) for point, value in _read_trace(folder, name, entry).items()})
         try:
             with torch.no_grad(), full_precision():
                 _check_inputs(models[mode], tensors, entry)
-                verdicts.append(checker(name, models[mode], tensors, entry))
+                verdict = checker(name, models[mode], tensors, entry)
+            verdicts.append(dataclasses.replace(verdict, notes=[*notes, *verdict.notes]))
         except NotComparable as error:
             verdicts.append(Verdict(name, NOT_COMPARABLE, f"{error}."))
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the trace
+        except (RuntimeError, LookupError) as error:
+            verdicts.append(Verdict(name, NOT_COMPARABLE, f"{_stopped(error, 'the points')}."))
     if all(verdict.skipped for verdict in verdicts):
         raise ValueError(f"Verifying: nothing in {folder} could be compared. Known kinds of traces: {', '.join(CHECKERS)}.")
     return verdicts
@@ -99,12 +108,18 @@ def verify(checkpoint: str | Path, traces: str | Path, only: str | None = None, 
 def _check_prefill(name: str, model: Model, tensors: dict[str, Tensor], entry: dict) -> Verdict:
     """A whole prompt, maybe with images."""
     input_ids, token_types = tensors["input_ids"], tensors.get("token_types")
-    images = None if token_types is None else [_images(tensors)]
+    if token_types is not None and token_types.shape != input_ids.shape:
+        raise ValueError(f"Verifying {name}: token_types are {list(token_types.shape)}, input_ids {list(input_ids.shape)}.")
+    if token_types is not None and not bool((token_types >= 0).any()):
+        token_types = None
+    if token_types is not None and model.config.vision_config is None:
+        raise NotComparable("token_types have images, and this checkpoint has no vision tower")
+    images = None if token_types is None else [_images(name, tensors)]
     points = _points(tensors, entry)
     _check_tokens(model, input_ids, token_types, points)
 
     def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
-        return prefill_points(model, Recorded(recorded), input_ids, token_types, images)
+        return _named(prefill_points(model, Recorded(recorded), input_ids, token_types, images))
 
     def run(arbiter: Arbiter) -> Points:
         seen = _Seen(arbiter)
@@ -119,31 +134,40 @@ def _check_draft_step(name: str, model: Model, tensors: dict[str, Tensor], entry
     """One draft after a prompt. Of the prompt only the conditioning of its last token is recorded."""
     if not model.mtp:
         raise NotComparable("this checkpoint has no draft stages")
-    for point in ("anchor", "mtp.main_hidden"):
-        if point not in tensors:
+    points = _points(tensors, entry)
+    for point, known in (("anchor", tensors), ("mtp.main_hidden", points)):
+        if point not in known:
             raise ValueError(f"Verifying {name}: a draft step needs {point}.")
     input_ids, anchor = tensors["input_ids"], tensors["anchor"]
-    points = _points(tensors, entry)
+    _check_ids(model, "anchor", anchor, (len(input_ids),))
     # The trace does not say after which token it drafted: it is the one whose draft conditioning was recorded.
     full = model(input_ids, model.new_cache(len(input_ids)))
+    wanted = full.main_hidden[:, :1].shape
+    if points["mtp.main_hidden"].shape != wanted:
+        raise NotComparable(f"mtp.main_hidden has shape {list(points['mtp.main_hidden'].shape)} in the trace, this model gives "
+                            f"{list(wanted)} for one token")
     distance = (full.main_hidden.to(torch.float64) - points["mtp.main_hidden"]).norm(dim=-1).sum(0)
     last = int(distance.argmin())
     other = OTHER_ROW_FLOAT32 if _is_exact(model) else OTHER_ROW
     if relative_l2(full.main_hidden[:, last:last + 1], points["mtp.main_hidden"]) > other:
         raise NotComparable("no position of input_ids has the recorded mtp.main_hidden, so they are other tokens")
 
+    def before(cache: Cache, arbiter: Arbiter) -> None:
+        if last > 0:
+            model(input_ids[:, :last], cache, observe=lambda point, value: arbiter.mark(f"{point} of the prompt"))
+
     def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
         # The draft reads rows of all tokens before the last, and the trace has none of them. They are made anew each
         # time, so that a flip in them is found.
         cache = model.new_cache(len(input_ids))
-        model(input_ids[:, :last], cache, observe=lambda point, value: arbiter.mark(f"{point} of the prompt"))
+        before(cache, arbiter)
         out = model(input_ids[:, last:last + 1], cache, observe=lambda point, value: arbiter.mark(f"{point} of the last token"))
-        yield from draft_points(model, Recorded(recorded), anchor, cache, out.main_hidden)
+        yield from _named(draft_points(model, Recorded(recorded), anchor, cache, out.main_hidden))
 
     def run(arbiter: Arbiter) -> Points:
         step, draft, cache = _Seen(arbiter), _Seen(arbiter), model.new_cache(len(input_ids))
         with arbiter.active():
-            model(input_ids[:, :last], cache, observe=lambda point, value: arbiter.mark(f"{point} of the prompt"))
+            before(cache, arbiter)
             model(input_ids[:, last:last + 1], cache, observe=step.observe)
             model.draft(anchor, cache, observe=draft.observe)
         yield from (step.points | draft.points).items()
@@ -157,6 +181,10 @@ def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: di
     if not isinstance(split, int) or isinstance(split, bool) or not 1 <= split < input_ids.shape[1]:
         raise ValueError(f"Verifying {name}: the manifest gives split {split!r} for {input_ids.shape[1]} tokens.")
     points = _points(tensors, entry)
+    size = model.config.text_config.dspark_block_size
+    for point in points:
+        if point.endswith(".mtp.draft_ids"):
+            _check_ids(model, point, points[point], (len(input_ids), size + 1))
 
     def run(arbiter: Arbiter, calls: dict[str, list[Tensor]] | None = None) -> Points:
         """The recorded results, in order; all that the backbone observed goes into `calls`."""
@@ -176,9 +204,11 @@ def _check_decode(name: str, model: Model, tensors: dict[str, Tensor], entry: di
                 if out.main_hidden is not None:
                     arbiter.mark(f"{prefix}.mtp.main_hidden")
                     yield f"{prefix}.mtp.main_hidden", out.main_hidden
-                if f"{prefix}.mtp.logits" in points:
-                    draft = model.draft(points[f"{prefix}.logits"].argmax(-1), cache, observe=arbiter.observe)
-                    for part, value in (("logits", draft.logits), ("confidence", draft.confidence), ("draft_ids", draft.ids)):
+                recorded = [part for part in DRAFT_PARTS if f"{prefix}.mtp.{part}" in points]
+                if recorded and model.mtp:
+                    anchor = _anchor(model, points, prefix, f"{prefix}.mtp.{recorded[0]}", len(input_ids))
+                    draft = model.draft(anchor, cache, observe=arbiter.observe)
+                    for part, value in zip(DRAFT_PARTS, (draft.logits, draft.confidence, draft.ids)):
                         yield f"{prefix}.mtp.{part}", value
 
     def graft(recorded: dict[str, Tensor], arbiter: Arbiter) -> Points:
@@ -202,6 +232,19 @@ CHECKERS: dict[str, Callable[[str, Model, dict[str, Tensor], dict], Verdict]] = 
     "text_prefill": _check_prefill, "vision_prefill": _check_prefill, "draft_step": _check_draft_step,
     "decode": _check_decode,
 }
+
+
+def _anchor(model: Model, points: dict[str, Tensor], call: str, point: str, batch: int) -> Tensor:
+    """The token [B] that the draft of `point` started from: the best of the logits of `call`, else the first draft id."""
+    if f"{call}.logits" in points:
+        anchor, source = points[f"{call}.logits"].argmax(-1), f"{call}.logits"
+    elif f"{call}.mtp.draft_ids" in points:
+        anchor, source = points[f"{call}.mtp.draft_ids"][:, 0].to(torch.int64), f"{call}.mtp.draft_ids"
+    else:
+        raise NotComparable(f"{point} is the draft after an unknown token: the trace has neither {call}.logits nor "
+                            f"{call}.mtp.draft_ids")
+    _check_ids(model, f"the best token of {source}", anchor, (batch,))
+    return anchor
 
 
 class _Seen:
@@ -240,10 +283,58 @@ def _check_inputs(model: Model, tensors: dict[str, Tensor], entry: dict) -> None
         raise NotComparable(f"input_ids go up to {int(ids.max())}, the vocabulary of this checkpoint to {vocabulary - 1}")
 
 
+def _check_ids(model: Model, name: str, ids: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise NotComparable unless `ids` are tokens of this model in this shape."""
+    vocabulary = model.config.text_config.vocab_size
+    if tuple(ids.shape) != shape or ids.dtype.is_floating_point:
+        raise NotComparable(f"{name} must be integers of shape {list(shape)}, the trace has {ids.dtype} {list(ids.shape)}")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise NotComparable(f"{name} goes from {int(ids.min())} to {int(ids.max())}, the vocabulary of this checkpoint from 0 "
+                            f"to {vocabulary - 1}")
+
+
+def _ascending(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Expert ids in ascending order, their weights along with them, and a note if any were not: experts are a set."""
+    ordered, moved = dict(tensors), []
+    for name, ids in tensors.items():
+        if not name.endswith(".expert_ids") or ids.dtype.is_floating_point or ids.dim() == 0:
+            continue
+        ascending, order = ids.sort(-1)
+        if torch.equal(ascending, ids):
+            continue
+        moved.append(name)
+        ordered[name], weights = ascending, name.removesuffix("ids") + "weights"
+        if weights in tensors and tensors[weights].shape == ids.shape:
+            ordered[weights] = tensors[weights].gather(-1, order)
+    return ordered, [f"{moved[0]} ({len(moved)} such points) is not in ascending order: compared as sets, expert_weights "
+                     "reordered along with it"] if moved else []
+
+
+def _named(points: Points) -> Points:
+    """The points of a graft; raises NotComparable with the last of them if a recorded value brings it to a stop."""
+    last = "the inputs"
+    try:
+        for last, value in points:
+            yield last, value
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, LookupError) as error:
+        raise NotComparable(_stopped(error, f"what follows {last}")) from error
+
+
+def _stopped(error: Exception, what: str) -> str:
+    """For a computation that a trace brought to a stop: the reason and the place, so that a defect here can be found."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if Path(frame.filename).parent.name in ("inference", "reference")][-1]
+    reason = str(error).splitlines()[0] if str(error) else "no message"
+    return (f"nothing was judged: computing {what} stopped at {Path(place.filename).name}:{place.lineno} "
+            f"({type(error).__name__}: {reason}), so the trace has odd values or is of another model, or this one is defective")
+
+
 def _check_tokens(model: Model, input_ids: Tensor, token_types: Tensor | None, points: dict[str, Tensor]) -> None:
     """Raise NotComparable if the recorded embedding of a text position is the table row of another token."""
     recorded = points.get("embed")
-    if recorded is None and "layers.0.in" in points:
+    if recorded is None and "layers.0.in" in points and points["layers.0.in"].dim() == 4:
         recorded = points["layers.0.in"][:, :, 0]
     if recorded is None or recorded.shape[:2] != input_ids.shape:
         return
@@ -305,13 +396,18 @@ def _points(tensors: dict[str, Tensor], entry: dict) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if name not in inputs}
 
 
-def _images(tensors: dict[str, Tensor]) -> list[ImageInput]:
+def _images(name: str, tensors: dict[str, Tensor]) -> list[ImageInput]:
     """The images of a prompt, from image0.patches and image0.grid on."""
     images = []
-    while f"image{len(images)}.patches" in tensors:
-        number = len(images)
-        _, rows, columns, llm_rows, llm_columns = tensors[f"image{number}.grid"].tolist()
-        images.append(ImageInput(tensors[f"image{number}.patches"], rows, columns, llm_rows, llm_columns))
+    while not images or any(f"image{len(images)}.{part}" in tensors for part in ("patches", "grid")):
+        patches, grid = f"image{len(images)}.patches", f"image{len(images)}.grid"
+        for point in (patches, grid):
+            if point not in tensors:
+                raise ValueError(f"Verifying {name}: token_types have images, and the trace lacks {point}.")
+        if tensors[grid].shape != (5,):
+            raise ValueError(f"Verifying {name}: {grid} must have shape [5], got {list(tensors[grid].shape)}.")
+        _, rows, columns, llm_rows, llm_columns = (int(number) for number in tensors[grid])
+        images.append(ImageInput(tensors[patches], rows, columns, llm_rows, llm_columns))
     return images
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from torch import Tensor
 import inference
 import inference.attention
 from inference.quant import fake_quant_fp4_e8m0
-from reference.flips import Arbiter, Roundings, rows_off
+from reference import verdicts
+from reference.flips import Arbiter, Roundings, explain, rows_off
 from reference.metrics import compare_selections, relative_l2
 from reference.mutants import MUTANTS
 from reference.verify import main, verify
@@ -215,6 +217,117 @@ def test_bad_input(nano_dir, traces_dir, traces, tmp_path, capsys) -> None:
     assert run(nano_dir, traces, "text", capsys)[0] == 3
 
 
+def drop(*suffixes: str):
+    """An edit that removes all points that end in one of these."""
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if name.endswith(suffixes)]
+
+
+ODD = [  # trace, what is done to it, exit code, what the sentence names
+    ("draft_step.float32", lambda t: t["anchor"].add_(10_000), 2, "anchor goes from"),
+    ("draft_step.float32", lambda t: t.update(anchor=torch.zeros(2, dtype=torch.int64)), 2, "anchor must be integers"),
+    ("vision_prefill.float32", drop("image0.grid"), 3, "lacks image0.grid"),
+    ("vision_prefill.float32", drop("image0.patches"), 3, "lacks image0.patches"),
+    ("vision_prefill.float32", drop(".patches", ".grid"), 3, "lacks image0.patches"),
+    ("decode.float32", lambda t: [drop("step25.logits")(t), drop("step25.mtp.draft_ids")(t)], 2, "neither step25.logits nor"),
+    ("decode.native", lambda t: t["step25.mtp.draft_ids"][0, 2].fill_(768), 2, "step25.mtp.draft_ids goes from"),
+    ("text_prefill.native", lambda t: t["layers.2.attn.indexer.topk"][0, 40, 0].fill_(10**5), 1,
+     "first out of bounds at layers.2.attn.indexer.topk:"),
+    ("text_prefill.float32", lambda t: t["layers.1.engram.hash_ids"][0, 40, 0].fill_(10**8), 1,
+     "first out of bounds at layers.1.engram.hash_ids:"),
+    ("text_prefill.float32", lambda t: t["layers.1.engram.hash_ids"].sub_(2), 2, "computing what follows layers.1.in stopped"),
+]
+
+
+@pytest.mark.parametrize("trace, change, wanted, text", ODD, ids=lambda value: value if isinstance(value, str) else "")
+def test_odd_points_are_named(nano_dir, traces, capsys, trace, change, wanted, text) -> None:
+    manifest = json.loads((traces / "manifest.json").read_text())
+    edit(traces, trace, change)
+    stored = load_file(traces / f"{trace}.safetensors")
+    for key in ("points", "inputs"):  # as of a trace that never had them
+        manifest["traces"][trace][key] = [name for name in manifest["traces"][trace].get(key, []) if name in stored]
+    (traces / "manifest.json").write_text(json.dumps(manifest))
+    code, out = run(nano_dir, traces, trace, capsys)
+    assert code == wanted and text in out
+
+
+@pytest.mark.parametrize("key, value, trace, wanted, text", [
+    ("split", 1, "decode.native", 2, "prefill.mtp.main_hidden has shape"),
+    ("inputs", ["mtp.main_hidden"], "draft_step.float32", 3, "needs mtp.main_hidden"),
+    ("inputs", None, "text_prefill.native", 3, "no point to compare")])
+def test_odd_manifests(nano_dir, traces, capsys, key, value, trace, wanted, text) -> None:
+    manifest = json.loads((traces / "manifest.json").read_text())
+    manifest["traces"][trace][key] = value or list(load_file(traces / f"{trace}.safetensors"))
+    (traces / "manifest.json").write_text(json.dumps(manifest))
+    code, out = run(nano_dir, traces, trace, capsys)
+    assert code == wanted and text in out
+
+
+@pytest.mark.parametrize("name", ["pico/checkpoint", "../toyworld/checkpoint"])
+def test_traces_of_another_model_are_not_comparable(nano_dir, short, capsys, name) -> None:
+    code = main([str(nano_dir.parent.parent / name), str(short)])
+    out = capsys.readouterr().out
+    assert code == 2 and out.count(": NOT COMPARABLE") == 7 and "nothing was judged" not in out, out
+
+
+def test_experts_are_a_set(nano_dir, traces, capsys) -> None:
+    """Another engine lists them by score, the weights in the same order; weights left behind are wrong."""
+    ids, weights = "layers.2.ffn.expert_ids", "layers.2.ffn.expert_weights"
+    edit(traces, "text_prefill.float32", lambda t: t.update({ids: t[ids].flip(-1), weights: t[weights].flip(-1)}))
+    code, out = run(nano_dir, traces, "text_prefill.float32", capsys)
+    assert code == 0 and f"{ids} (1 such points) is not in ascending order" in out
+    edit(traces, "text_prefill.float32", lambda t: t.update({weights: t[weights].flip(-1)}))
+    verdict = next(verdict for verdict in verify(nano_dir, traces, only="text_prefill.float32")
+                   if verdict.trace == "text_prefill.float32")
+    assert verdict.code == 1 and verdict.point == weights
+
+
+def with_config(model, monkeypatch, **changes) -> None:
+    """Give all modules a text config with these changes."""
+    right = model.config.text_config
+    wrong = dataclasses.replace(right, **changes)
+    for module in model.modules():
+        if getattr(module, "config", None) is right:
+            monkeypatch.setattr(module, "config", wrong)
+
+
+@pytest.mark.parametrize("trace", ["text_prefill.float32", "vision_prefill.float32"])
+def test_a_small_mistake_is_not_many_flips(nano_dir, short, monkeypatch, trace) -> None:
+    """hc_eps left out: 3e-4 end to end, below 2e-5 in every module, and no flip makes it less."""
+    with_config(inference.load(nano_dir, numerics="float32"), monkeypatch, hc_eps=0.0)
+    verdict = next(verdict for verdict in verify(nano_dir, short, only=trace) if verdict.trace == trace)
+    assert verdict.code == 1 and verdict.text.startswith("End to end"), verdict.line()
+
+
+def test_many_flips_are_accepted_once_one_is_located(nano_dir, traces_dir, monkeypatch) -> None:
+    """A run with two flips, absent from every module, by a search for one of them only."""
+    model = inference.load(nano_dir, numerics="float32")
+    input_ids = load_file(traces_dir / "text_prefill.float32.safetensors")["input_ids"]
+
+    def prompt(arbiter: Arbiter) -> Iterator[tuple[str, Tensor]]:
+        seen: dict[str, Tensor] = {}
+
+        def observe(point: str, value: Tensor) -> None:
+            seen[point] = value
+            arbiter.mark(point)
+
+        with torch.no_grad(), arbiter.active():
+            model(input_ids, model.new_cache(), observe=observe)
+        yield from seen.items()
+
+    watcher = Arbiter()
+    list(prompt(watcher))
+    # The second is of an earlier position, so the first does not move what it decides.
+    flips = [next(decision for decision in watcher.close if decision.where == f"after {place}")
+             for place in ("layers.2.attn.kv [0, 43, 0]", "layers.9.attn.kv [0, 19, 32]")]
+    recorded = dict(prompt(Arbiter(tuple(flips))))
+    verdict = verdicts.judge("two", recorded, lambda points, arbiter: iter(points.items()), prompt)
+    assert verdict.code == 0 and "2 legitimate flip(s)" in verdict.text, verdict
+    monkeypatch.setattr(verdicts, "explain", lambda attempt: explain(attempt, most=1))
+    verdict = verdicts.judge("two", recorded, lambda points, arbiter: iter(points.items()), prompt)
+    first, rest = verdict.notes
+    assert verdict.code == 0 and str(flips[0]) in first and "more rounding flips, not located one by one" in rest, verdict
+
+
 def test_truncated_checkpoint_shard_is_bad_input(nano_dir, traces_dir, tmp_path, capsys) -> None:
     folder = tmp_path / "checkpoint"
     shutil.copytree(nano_dir, folder)
@@ -391,10 +504,61 @@ def test_a_flip_in_the_prompt_of_a_draft_is_named(nano_dir, traces, capsys) -> N
     assert "legitimate flip inside a module: after mtp.2.attn.kv of the prompt [0, 19, 32] (1e-05 from a" in out
 
 
+def test_a_draft_after_the_first_token(nano_dir, traces, capsys) -> None:
+    """There is no prompt before it then."""
+    model, name = inference.load(nano_dir, numerics="float32"), "draft_step.float32"
+
+    def record(tensors: dict[str, Tensor]) -> None:
+        seen, cache = {}, model.new_cache()
+        model(tensors["input_ids"][:, :1], cache, observe=seen.__setitem__)
+        model.draft(tensors["anchor"], cache, observe=seen.__setitem__)
+        tensors.update({point: seen[point].to(value.dtype).contiguous() for point, value in tensors.items() if point in seen})
+
+    edit(traces, name, record)
+    code, out = run(nano_dir, traces, name, capsys)
+    assert code == 0, out
+
+
 def test_one_corrupted_draft_is_named(nano_dir, traces, capsys) -> None:
     edit(traces, "decode.native", lambda tensors: tensors["step25.mtp.logits"][0, 2, 100].add_(20.0))
     code, out = run(nano_dir, traces, "decode.native", capsys)
     assert code == 1 and "first out of bounds at step25.mtp.logits:" in out
+
+
+def corrupt_draft(tensors: dict[str, Tensor]) -> None:
+    tensors["step25.mtp.logits"].neg_()
+
+
+@pytest.mark.parametrize("removed, code, text", [
+    (("prefill.mtp.main_hidden",), 2, "drafts cannot be judged: prefill.mtp.main_hidden is not recorded"),
+    (("mtp.main_hidden",), 2, "drafts cannot be judged: prefill.mtp.main_hidden is not recorded"),
+    (("step26.mtp.main_hidden",), 1, "From recorded conditioning, first out of bounds at step25.mtp.logits:"),
+    (("mtp.confidence",), 1, "From recorded conditioning, first out of bounds at step25.mtp.logits:"),
+    (("draft_ids",), 1, "From recorded conditioning, first out of bounds at step25.mtp.logits:"),
+    (("step25.logits",), 1, "From recorded conditioning, first out of bounds at step25.mtp.logits:")])
+def test_drafts_are_judged_whatever_else_is_missing(nano_dir, traces, capsys, removed, code, text) -> None:
+    edit(traces, "decode.native", lambda tensors: [drop(*removed)(tensors), corrupt_draft(tensors)])
+    got, out = run(nano_dir, traces, "decode.native", capsys)
+    assert got == code and text in out
+
+
+@pytest.mark.parametrize("removed, drafts, note", [
+    ("mtp.confidence", "8 of drafts from recorded conditioning", ""), ("step24.logits", "12 of drafts from recorded", ""),
+    ("step25.mtp.main_hidden", "6 of drafts from recorded conditioning",
+     "6 points of drafts, step25.mtp.draft_ids the first, could not be judged from recorded conditioning")])
+def test_drafts_are_counted(nano_dir, traces, capsys, removed, drafts, note) -> None:
+    edit(traces, "decode.native", drop(removed))
+    code, out = run(nano_dir, traces, "decode.native", capsys)
+    assert code == 0 and drafts in out and note in out
+
+
+def test_a_note_claims_no_cause(nano_dir, short, monkeypatch) -> None:
+    """Three Sinkhorn rounds instead of 20 stay below the BF16 bound: what is said must be true of such a model, too."""
+    with_config(inference.load(nano_dir), monkeypatch, hc_sinkhorn_iters=3)
+    verdict, = verify(nano_dir, short, only="text_prefill.native")
+    note = next(note for note in verdict.notes if note.startswith("end to end, logits are"))
+    assert verdict.code == 0 and 1e-3 < verdict.error < 1e-2
+    assert f"(largest {verdict.error:.2g} at {verdict.point}), so roundings or a small systematic error; a float32" in note
 
 
 def test_another_token_is_found_with_other_sums(nano_dir, traces, capsys) -> None:
