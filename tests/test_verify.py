@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import inference
 import inference.attention
 from inference.quant import fake_quant_fp4_e8m0
 from reference import verdicts
-from reference.flips import Arbiter, Roundings, explain, rows_off
+from reference.flips import Arbiter, Decision, Roundings, explain, rows_off
 from reference.metrics import compare_selections, relative_l2
 from reference.mutants import MUTANTS
 from reference.verify import main, verify
@@ -83,7 +84,8 @@ def test_golden_traces_pass(nano_dir, traces_dir, capsys) -> None:
     assert code == 0
     assert out.count(": equal") == 7
     flips = [line for line in out.splitlines() if "legitimate flip:" in line]
-    assert all("layers.6.attn.kv [0, 7" in flip or "(tie)" in flip for flip in flips), flips
+    # Which of them a run needs depends on how the processor sums.
+    assert all(re.search(r"layers\.6\.attn\.kv .*\[0, 7", flip) or "(tie)" in flip for flip in flips), flips
 
 
 def test_json(nano_dir, traces_dir, capsys) -> None:
@@ -315,10 +317,18 @@ def test_many_flips_are_accepted_once_one_is_located(nano_dir, traces_dir, monke
         yield from seen.items()
 
     watcher = Arbiter()
-    list(prompt(watcher))
+    plain = dict(prompt(watcher))
+
+    def effect(decision: Decision) -> float:
+        moved = dict(prompt(Arbiter((decision,))))
+        return max(relative_l2(moved[point], value) for point, value in plain.items()
+                   if value.is_floating_point() and not point.endswith("scores"))
+
+    found = [(int(place[1]), int(place[2]), decision) for decision in watcher.close
+             if (place := re.search(r"layers\.(\d+)\.attn\.kv \[0, (\d+)", decision.where))]
     # The second is of an earlier position, so the first does not move what it decides.
-    flips = [next(decision for decision in watcher.close if decision.where == f"after {place}")
-             for place in ("layers.2.attn.kv [0, 43, 0]", "layers.9.attn.kv [0, 19, 32]")]
+    flips = next([one, other] for layer, position, one in found for later, before, other in found
+                 if layer < later and before < position and effect(one) < 2e-3 and 3e-5 < effect(other) < 2e-3)
     recorded = dict(prompt(Arbiter(tuple(flips))))
     verdict = verdicts.judge("two", recorded, lambda points, arbiter: iter(points.items()), prompt)
     assert verdict.code == 0 and "2 legitimate flip(s)" in verdict.text, verdict
@@ -495,13 +505,19 @@ def test_a_flip_in_the_prompt_of_a_draft_is_named(nano_dir, traces, capsys) -> N
             model.draft(tensors["anchor"], cache, observe=seen.__setitem__)
         tensors.update({point: seen[point].to(value.dtype).contiguous() for point, value in tensors.items() if point in seen})
 
-    watcher = Arbiter()
-    record({**load_file(traces / f"{name}.safetensors")}, watcher)
-    flip = next(decision for decision in watcher.close if "mtp.2.attn.kv [0, 19, 32]" in str(decision))
+    watcher, plain = Arbiter(), load_file(traces / f"{name}.safetensors")
+    record(plain, watcher)
+
+    def shows(decision: Decision) -> bool:
+        record(changed := {**plain}, Arbiter((decision,)))
+        return relative_l2(changed["mtp.head.collapsed"], plain["mtp.head.collapsed"]) > 5e-5
+
+    flip = next(decision for decision in watcher.close
+                if re.search(r"\.attn\.kv \[0, (?!22)", decision.where) and shows(decision))
     edit(traces, name, lambda tensors: record(tensors, Arbiter((flip,))))
     code, out = run(nano_dir, traces, name, capsys)
     assert code == 0 and "1 legitimate flip(s)" in out
-    assert "legitimate flip inside a module: after mtp.2.attn.kv of the prompt [0, 19, 32] (1e-05 from a" in out
+    assert f"legitimate flip inside a module: {str(flip).replace(' [', ' of the prompt [')}" in out
 
 
 def test_a_draft_after_the_first_token(nano_dir, traces, capsys) -> None:
