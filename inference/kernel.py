@@ -46,7 +46,7 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: flo
                 memory_budget: int = DEFAULT_MEMORY_BUDGET, backend: str | None = None) -> Tensor:
     """q [B, S, H, K]; kv [B, N, K], same dtype; sink [H] float32; indices [B, S, k] int64 (or int32), -1 = none.
 
-    Returns [B, S, H, K], dtype of q. The torch form processes query rows in slices of at most `memory_budget` bytes.
+    Returns [B, S, H, K], dtype of q; zeros for a row without any index. The torch form processes query rows in slices of at most `memory_budget` bytes.
 
     backend: "torch", "tilelang", "tilelang-simple" or "auto". None reads the environment variable KERNEL (same values,
     default auto), once per call. auto = tilelang on a Hopper GPU with BF16 and TileLang installed, else torch. Raises
@@ -55,9 +55,13 @@ def sparse_attn(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scale: flo
     assert (q.shape[0] == kv.shape[0] == indices.shape[0] and q.shape[-1] == kv.shape[-1]
             and q.shape[1] == indices.shape[1]), (
         f"q {tuple(q.shape)}, kv {tuple(kv.shape)}, indices {tuple(indices.shape)}")
+    backend = backend or os.environ.get("KERNEL") or "auto"
+    if backend not in BACKENDS:
+        raise ValueError(f"Choosing the sparse attention kernel: wanted one of {', '.join(BACKENDS)}, got {backend!r}. "
+                         "Correct the argument backend= or the environment variable KERNEL.")
     if 0 in (q.numel(), kv.numel(), indices.numel()):
-        return torch.zeros_like(q)  # nothing to look at
-    backend = _choose(q, kv, sink, indices, backend or os.environ.get("KERNEL") or "auto")
+        return torch.zeros_like(q)  # nothing to launch, or nothing to point at
+    backend = _choose(q, kv, sink, indices, backend)
     if backend == "tilelang" and q.shape[-1] == FAST_WIDTH:
         return sparse_attn_fast(q, kv, sink, indices, scale)
     if backend != "torch":
@@ -104,20 +108,16 @@ def _sparse_attn_rows(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, scal
 
 def _choose(q: Tensor, kv: Tensor, sink: Tensor, indices: Tensor, backend: str) -> str:
     """A backend name other than "auto", checked against these tensors."""
-    if backend not in BACKENDS:
-        raise ValueError(f"Choosing the sparse attention kernel: wanted one of {', '.join(BACKENDS)}, got {backend!r}. "
-                         "Correct the argument backend= or the environment variable KERNEL.")
     if backend == "torch":
         return backend
-    empty = 0 in (q.numel(), kv.numel(), indices.numel())  # nothing to launch, or nothing to point at
-    obstacle = "one of the tensors is empty" if empty else _obstacle(q, kv, sink, indices)
+    obstacle = _obstacle(q, kv, sink, indices)
     if obstacle is None and not tilelang_installed():
         if backend == "auto":
             _warn_once()
         obstacle = "TileLang is not installed"
     if obstacle is None:
         return "tilelang" if backend == "auto" else backend
-    if backend == "auto" or empty:
+    if backend == "auto":
         return "torch"
     raise ValueError(f"Running the sparse attention kernel {backend!r}: wanted a CUDA device of compute capability 9.0 "
                      f"(Hopper), BF16 and the package tilelang, but {obstacle}. Use backend='auto', or KERNEL=torch.")

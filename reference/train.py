@@ -382,7 +382,7 @@ class Settings:
     anchors: int = 32
     phases: tuple[float, float] = PHASES
     shares: tuple[float, ...] = tuple(KINDS.values())
-    warmup: float = 0.03
+    warmup: float = 0.03  # ours: fraction of the run
     report_every: int = 50
     checks: int = 2  # test batches of every evaluation
 
@@ -417,7 +417,7 @@ class Clock:
 
 
 def learning_rate(progress: float, settings: Settings) -> float:
-    """Linear warm-up, then a cosine down to a fiftieth."""
+    """Linear warm-up, then a cosine down to a fiftieth (ours)."""
     if progress < settings.warmup:
         return settings.rate * max(progress / settings.warmup, 0.01)
     done = (progress - settings.warmup) / (1 - settings.warmup)
@@ -425,7 +425,10 @@ def learning_rate(progress: float, settings: Settings) -> float:
 
 
 def optimizer_for(masters: Masters, names: Sequence[str]) -> torch.optim.Optimizer:
-    """AdamW. Engram tables learn five times as fast and do not decay (report of the Engram paper); vectors do not decay."""
+    """AdamW. Engram tables learn five times as fast and do not decay (report of the Engram paper); vectors do not decay.
+
+    ours: decay 0.05, betas, epsilon.
+    """
     groups: dict[tuple[float, float], list[Tensor]] = defaultdict(list)
     for name in names:
         value = masters.values[name]
@@ -438,7 +441,7 @@ def optimizer_for(masters: Masters, names: Sequence[str]) -> torch.optim.Optimiz
 
 
 class Step:
-    """One batch: forward, losses, gradients, which end up in `masters` averaged over ranks and clipped."""
+    """One batch: forward, losses, gradients, which end up in `masters` averaged over ranks and clipped to norm 1 (ours)."""
 
     def __init__(self, model: Model, masters: Masters, settings: Settings) -> None:
         self.model, self.masters, self.settings = model, masters, settings

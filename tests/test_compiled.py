@@ -31,12 +31,11 @@ PROMPTS = ([1, 7, 3, 9, 4], [1, 15, 8, 2, 6, 11, 12])
 
 @pytest.fixture(scope="module")
 def builds() -> None:
-    """Skips where Inductor cannot build anything."""
+    """Skips where torch.compile by itself builds nothing (no C++ compiler, no Python headers); ours failing alone is a failure."""
     try:
-        with compiled_forms("cpu"):
-            pass
-    except ValueError as error:
-        pytest.skip(str(error))
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(2))
+    except Exception as error:
+        pytest.skip(f"torch.compile builds no code on this machine: {error}")
 
 
 def only_traced(monkeypatch, built: tuple[Callable, ...] = ()) -> None:

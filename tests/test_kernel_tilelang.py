@@ -91,7 +91,7 @@ def test_obstacles_are_named():
 
 
 @pytest.mark.parametrize("empty", ["queries", "rows", "count"])
-def test_nothing_to_attend_to_takes_the_torch_form(monkeypatch, empty):
+def test_nothing_to_attend_to_is_not_launched(monkeypatch, empty):
     on_hopper(monkeypatch, installed=True)
     q, kv, sink, indices = inputs()
     if empty == "queries":
@@ -100,7 +100,10 @@ def test_nothing_to_attend_to_takes_the_torch_form(monkeypatch, empty):
         kv, indices = kv[:, :0], indices
     else:
         indices = indices[..., :0]
-    assert kernel._choose(q, kv, sink, indices, "tilelang") == "torch"
+    out = kernel.sparse_attn(q, kv, sink, indices, 1.0, backend="tilelang")
+    assert out.shape == q.shape and not out.any()
+    with pytest.raises(ValueError, match="wanted one of auto"):
+        kernel.sparse_attn(q, kv, sink, indices, 1.0, backend="tile")
 
 
 def test_import_works_without_tilelang():
